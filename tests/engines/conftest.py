@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import pytest
 
 from tests.engines import stubs
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ENGINES = {"vllm", "sglang"}
 
@@ -22,7 +19,7 @@ class Missing(pytest.Directory):
         pytest.skip(f"{self.path.name} is not installed here: make test-engines ENGINES={self.path.name}")
 
 
-def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+def pytest_collect_directory(path, parent: pytest.Collector) -> pytest.Collector | None:
     if path.parent.name != "engines" or path.name not in ENGINES:
         return None
     if not importlib.util.find_spec(path.name):
@@ -31,7 +28,7 @@ def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Col
     return None
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
+def pytest_itemcollected(item: pytest.Item):
     """On a machine with a GPU, caches lie on it."""
     if stubs.on_gpu():
         item.add_marker("gpu")

@@ -12,7 +12,7 @@ import sysconfig
 from pathlib import Path
 
 
-def main(python: str) -> None:
+def main(python):
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"
     place = subprocess.run([python, "-c", where], check=True, capture_output=True, text=True).stdout.strip()
     own = sysconfig.get_path("purelib")

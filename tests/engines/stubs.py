@@ -16,14 +16,14 @@ NMS = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 _held: list[object] = []  # torch forgets a library's operators with the library
 
 
-def on_gpu() -> bool:
+def on_gpu():
     """Whether caches lie on a real GPU."""
     import torch  # noqa: PLC0415  (costs seconds, and most tests need none of this)
 
     return DEVICE != "cpu" and torch.cuda.is_available()
 
 
-def _use_device() -> None:
+def _use_device():
     if DEVICE == "cpu" or on_gpu():
         return
     from tests import cuda_double  # noqa: PLC0415
@@ -37,7 +37,7 @@ def _use_device() -> None:
     torch_cuda.install(available=False)
 
 
-def _without_platform() -> None:
+def _without_platform():
     """vLLM would choose CUDA's platform, whose compiled operators a kit lacks. As in its own tests it has none."""
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
     os.environ.setdefault("TVM_FFI_DISABLE_TORCH_C_DLPACK", "1")  # else an extension may be compiled at import
@@ -48,7 +48,7 @@ def _without_platform() -> None:
         vllm.platforms._current_platform = UnspecifiedPlatform()
 
 
-def libraries() -> None:
+def libraries():
     """`kernels`: transformers looks for Hugging Face's package of that name, and where Python starts in this checkout
     would find its folder. torchvision: its compiled part needs CUDA's libraries; without it, its import fails at the
     first of two operators that it expects there.
@@ -64,7 +64,7 @@ def libraries() -> None:
     _held.append(library)
 
 
-def install() -> None:
+def install():
     """`libraries`, and the device on which caches lie."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # CUDA must not be initialized before a fork
     import torch  # noqa: PLC0415

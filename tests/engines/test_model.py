@@ -6,23 +6,18 @@ import os
 import random
 import shutil
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
 
 from pdstage.errors import UsageError
 from pdstage.integrations.model import digest, facts, overridden
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 MIB = 1 << 20
 SAID = {"name": "llama", "dtype": "bfloat16"}
 
 
 @pytest.fixture
-def weights(tmp_path: Path) -> Path:
+def weights(tmp_path):
     folder = tmp_path / "llama"
     folder.mkdir()
     for number in range(2):
@@ -31,7 +26,7 @@ def weights(tmp_path: Path) -> Path:
     return folder
 
 
-def test_weights_are_the_same_wherever_they_lie(weights: Path, tmp_path: Path) -> None:
+def test_weights_are_the_same_wherever_they_lie(weights, tmp_path):
     copy = shutil.copytree(weights, tmp_path / "another name")
     (copy / "README.md").write_text("not of the weights")
     assert digest(copy) == digest(weights) is not None
@@ -47,14 +42,14 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_other_weights_are_others(weights: Path, tmp_path: Path, change: Callable[[bytes], bytes]) -> None:
+def test_other_weights_are_others(weights, tmp_path, change):
     tuned = shutil.copytree(weights, tmp_path / "tuned")
     path = tuned / "model-1.safetensors"
     path.write_bytes(change(path.read_bytes()))
     assert digest(tuned) != digest(weights)
 
 
-def test_a_folder_without_weights_says_nothing(tmp_path: Path) -> None:
+def test_a_folder_without_weights_says_nothing(tmp_path):
     assert digest(tmp_path) is None
     assert digest(tmp_path / "nowhere") is None
     (tmp_path / "model.safetensors").touch()
@@ -62,13 +57,13 @@ def test_a_folder_without_weights_says_nothing(tmp_path: Path) -> None:
     assert digest(tmp_path) is not None, "an empty file has a name"
 
 
-def config(rope: object = None, **given: object) -> SimpleNamespace:
+def config(rope=None, **given):
     """An engine's ModelConfig, as far as it is read."""
     usual = {"revision": None, "dtype": "x", "quantization": None, "hf_config": None}
     return SimpleNamespace(**usual | given, hf_text_config=SimpleNamespace(rope_parameters=rope))
 
 
-def test_what_an_engine_does_not_know_is_left_out(weights: Path) -> None:
+def test_what_an_engine_does_not_know_is_left_out(weights):
     told = facts(config(rope={"b": 1, "a": [2]}, dtype="torch.bfloat16"), str(weights))
     assert told == {
         "name": str(weights), "dtype": "bfloat16", "quantization": "none", "rope": '{"a": [2], "b": 1}',
@@ -78,17 +73,17 @@ def test_what_an_engine_does_not_know_is_left_out(weights: Path) -> None:
     assert made_up == {"name": str(weights), "revision": "1", "dtype": "x", "quantization": "fp8"}
 
 
-def test_scales_are_told_where_an_engine_has_them() -> None:
+def test_scales_are_told_where_an_engine_has_them():
     told = [facts(config(), "no such model", kv_scales=scales).get("kv_scales") for scales in (None, {}, {0: 0.5})]
     assert told == [None, "none", '{"0": 0.5}']
 
 
-def test_a_long_text_is_told_by_its_digest() -> None:
+def test_a_long_text_is_told_by_its_digest():
     one, other = (facts(config(rope={"factors": [n] * 100}), "no such model")["rope"] for n in (1, 2))
     assert len(one) == len(other) == 32 and one != other
 
 
-def test_the_operator_has_the_last_word() -> None:
+def test_the_operator_has_the_last_word():
     assert overridden(SAID, None, where="here") == SAID
     assert overridden(SAID, {"name": None, "revision": "1"}, where="here") == {"dtype": "bfloat16", "revision": "1"}
     with pytest.raises(UsageError, match="model of here is 'llama'"):

@@ -17,6 +17,7 @@ from pdstage.transport import available
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from pdstage.transport import Done, PostFailed
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user, or make namespaces")
 
@@ -59,7 +60,7 @@ for name in environment.TEST_TRANSPORTS.read() or ():  # of whoever wrote one: s
 sys.path.append(str(Path(__file__).parent / "installed"))
 
 
-def _params(*, processes: bool = False) -> list[object]:
+def _params(*, processes=False) -> list[object]:
     reasons = available()
     params = []
     for name, variant in VARIANTS.items():
@@ -74,7 +75,7 @@ def _params(*, processes: bool = False) -> list[object]:
 class Pair:
     """`a` writes to `b`, which it knows as "b"."""
 
-    def __init__(self, variant: Variant, a: object, b: object) -> None:
+    def __init__(self, variant: Variant, a, b):
         if not a.notifies():
             a, b = Saying(a), Saying(b)
         self.variant, self.a, self.b = variant, a, b
@@ -84,26 +85,40 @@ class Pair:
         meet(self.a, self.b)
         return self
 
-    def post(self, spans: object, tag: bytes) -> int:
+    def until(self, holds):
+        self.log.until(holds)
+
+    def tags(self) -> list[bytes]:
+        """Of what arrived at b."""
+        return self.log.tags(self.b)
+
+    def ended(self) -> list[Done | PostFailed]:
+        """What a said of its posts."""
+        return self.log.ended(self.a)
+
+    def done(self) -> list[int]:
+        return self.log.done(self.a)
+
+    def post(self, spans, tag):
         """`spans`: rows of (offset at a, offset at b, nbytes)."""
         return self.a.post("b", [(src, self.b.base + dst, nbytes) for src, dst, nbytes in spans], tag)
 
-    def deliver(self, data: bytes, offset: int = 0, tag: bytes = b"tag") -> None:
+    def deliver(self, data, offset=0, tag=b"tag"):
         """Writes `data` from a to b and waits until both sides know it."""
-        n = len(self.log.tags(self.b))
+        n = len(self.tags())
         self.a.fill(offset, data)
         ticket = self.post([(offset, offset, len(data))], tag)
-        self.log.until(lambda: ticket in self.log.done(self.a) and len(self.log.tags(self.b)) > n)
+        self.until(lambda: ticket in self.done() and len(self.tags()) > n)
         assert self.b.read(offset, len(data)) == data
 
 
 class _Stock:
     """Processes kept from test to test, since starting one costs a second or two; each test gets a new transport."""
 
-    def __init__(self) -> None:
-        self._kept: dict[tuple[str, str], Remote] = {}
+    def __init__(self):
+        self._kept = {}
 
-    def remote(self, variant: Variant, name: str) -> Remote:
+    def remote(self, variant: Variant, name) -> Remote:
         key = (str(variant), name)
         if key in self._kept:
             self._kept[key].renew()
@@ -111,25 +126,25 @@ class _Stock:
             self._kept[key] = Remote(variant.transport, variant.environment)
         return self._kept[key]
 
-    def shut(self) -> None:
+    def shut(self):
         for remote in self._kept.values():
             remote.shut()
 
 
 @pytest.fixture(scope="session")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> object:
+def stock(tmp_path_factory):
     stock = _Stock()
     os.environ["POSTBOX_DIR"] = str(tmp_path_factory.mktemp("postboxes"))  # those of killed processes stay there
     yield stock
     stock.shut()
 
 
-def _writer(variant: Variant, stock: _Stock) -> object:
+def _writer(variant: Variant, stock: _Stock):
     return stock.remote(variant, "a") if variant.where == "apart" else Endpoint(variant.transport)
 
 
 @pytest.fixture(params=_params())
-def pair(request: pytest.FixtureRequest, stock: _Stock) -> object:
+def pair(request, stock):
     """Two endpoints not connected yet."""
     variant = request.param
     a = _writer(variant, stock)
@@ -140,12 +155,12 @@ def pair(request: pytest.FixtureRequest, stock: _Stock) -> object:
 
 
 @pytest.fixture
-def linked(pair: Pair) -> Pair:
+def linked(pair):
     return pair.connect()
 
 
 @pytest.fixture(params=_params(processes=True))
-def mortal(request: pytest.FixtureRequest, stock: _Stock) -> object:
+def mortal(request, stock):
     """A connected pair whose b is a process of its own, which the test may stop or kill."""
     variant = request.param
     a = _writer(variant, stock)

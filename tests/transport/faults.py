@@ -50,19 +50,19 @@ class Faults:
 class Injected:
     """What stands before some of a transport's verbs."""
 
-    def __init__(self, transport: Transport, faults: Faults) -> None:
+    def __init__(self, transport: Transport, faults: Faults):
         self.faults = faults
         self.until = time.monotonic() + faults.for_s
         self.rng = random.Random(faults.seed)
         self.post_there, self.poll_there, self.filenos_there = transport.post, transport.poll, transport.filenos
         self.made_up, self.n_events, self.n_posts = count(-1, -1), count(), 0  # tickets of posts that never began
-        self.to_fail: set[int] = set()
-        self.late: list[tuple[float, int, Event]] = []
+        self.to_fail = set()
+        self.late = []
 
     def now(self) -> Faults:
         return self.faults if time.monotonic() < self.until else Faults()
 
-    def post(self, peer: str, spans: Spans, tag: bytes) -> int:
+    def post(self, peer, spans: Spans, tag):
         faults, draw = self.now(), self.rng.random
         self.n_posts += 1
         refused, failed, written, lost = (
@@ -90,7 +90,7 @@ class Injected:
             events.append(heapq.heappop(self.late)[2])
         return events
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: Event):
         faults = self.now()
         due = time.monotonic() + self.rng.uniform(0.0, faults.delay_s) if self.rng.random() < faults.delay else 0.0
         heapq.heappush(self.late, (due, next(self.n_events), event))
@@ -100,7 +100,7 @@ class Injected:
         return () if self.late else self.filenos_there()
 
 
-def faulty(transport: Transport, **faults: float) -> Transport:
+def faulty(transport: Transport, **faults) -> Transport:
     """The transport, with faults from now on. It maps no memory of peers, so that every write is a post."""
     injected = Injected(transport, Faults(**faults))
     for verb in ("post", "poll", "filenos"):

@@ -27,12 +27,12 @@ import pdstage.transport
 SEND_QUEUE_DEPTH = 4096
 
 
-def rule(holds: object, what: str) -> None:
+def rule(holds, what):
     """A rule of MORI-IO."""
     assert holds, what
 
 
-def exact(kind: type, **values: object) -> None:
+def exact(kind: type, **values):
     for name, value in values.items():
         rule(type(value) is kind, f"{name} is {value!r}, not of type {kind.__name__}")
 
@@ -43,11 +43,11 @@ MemoryLocationType = enum.Enum("MemoryLocationType", ["Unknown", "CPU", "GPU"])
 
 
 class _Packed(msgspec.Struct, frozen=True):
-    def pack(self) -> bytes:
+    def pack(self):
         return msgspec.msgpack.encode(self)
 
     @classmethod
-    def unpack(cls, packed: bytes) -> object:
+    def unpack(cls, packed):
         exact(bytes, packed=packed)
         try:
             return msgspec.msgpack.decode(packed, type=cls)
@@ -70,17 +70,16 @@ class MemoryDesc(_Packed, frozen=True):
     loc: MemoryLocationType
 
 
+@dataclass
 class IOEngineConfig:
-    def __init__(self, host: str = "", port: int = 0) -> None:
-        exact(str, host=host)
-        exact(int, port=port)
-        self.host, self.port = host, port
+    host: str = ""
+    port: int = 0
 
 
+@dataclass
 class RdmaBackendConfig:
-    def __init__(self, qp_per_transfer: int = 1, *, enable_notification: bool = True) -> None:
-        exact(int, qp=qp_per_transfer)
-        exact(bool, enable_notification=enable_notification)
+    qp_per_transfer: int = 1
+    enable_notification: bool = True
 
 
 @dataclass(eq=False)
@@ -95,16 +94,16 @@ class TransferStatus:
         self._fabric.step()
         return self.code
 
-    def Succeeded(self) -> bool:  # noqa: N802  (MORI's names)
+    def Succeeded(self):  # noqa: N802  (MORI's names)
         return self._now() is StatusCode.SUCCESS
 
-    def Failed(self) -> bool:  # noqa: N802
+    def Failed(self):  # noqa: N802
         return self._now().name.startswith("ERR_")
 
     def Code(self) -> StatusCode:  # noqa: N802
         return self.code
 
-    def Message(self) -> str:  # noqa: N802
+    def Message(self):  # noqa: N802
         return self.message
 
 
@@ -120,7 +119,7 @@ class _Transfer:
 class Fabric:
     """What lies between the engines: the engines that are up, and transfers under way."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.up: dict[int, IOEngine] = {}
         self.ports = count(20_000)
         self.transfers: list[_Transfer] = []
@@ -128,7 +127,7 @@ class Fabric:
         self.most_in_flight = 0
         self.n_batches = self.n_sessions = 0
 
-    def step(self) -> None:
+    def step(self):
         """Moves half of what is left of the oldest transfer."""
         if self.held or not self.transfers:
             return
@@ -143,14 +142,11 @@ class Fabric:
         if not transfer.runs:
             self.end(transfer, StatusCode.SUCCESS, "success")
 
-    def end(self, transfer: _Transfer, code: StatusCode, message: str) -> None:
+    def end(self, transfer: _Transfer, code: StatusCode, message):
         self.transfers.remove(transfer)
         status = transfer.status()
         rule(status is not None, "a status was given up while its transfer was under way: the library writes to it")
         status.code, status.message = code, message
-
-    def n_in_flight(self, initiator: IOEngine, target: IOEngine) -> int:
-        return sum(t.n_descriptors for t in self.transfers if t.initiator is initiator and t.target is target)
 
 
 @dataclass(eq=False)
@@ -163,12 +159,12 @@ class IOEngineSession:
     _target: IOEngine
 
     def batch_write(
-        self, local_offsets: list[int], remote_offsets: list[int], sizes: list[int], transfer_uid: int
+        self, local_offsets: list[int], remote_offsets: list[int], sizes: list[int], transfer_uid
     ) -> TransferStatus:
         engine = self._engine
-        for name, values in (("local_offsets", local_offsets), ("remote_offsets", remote_offsets), ("sizes", sizes)):
-            exact(list, **{name: values})
-            exact(int, **{f"{name}[{i}]": value for i, value in enumerate(values)})
+        for values in (local_offsets, remote_offsets, sizes):
+            exact(list, values=values)
+            exact(int, **{f"[{i}]": value for i, value in enumerate(values)})
         rule(len(local_offsets) == len(remote_offsets) == len(sizes) > 0, "lists of one length, not empty")
         rule(transfer_uid in engine.uids, f"transfer id {transfer_uid} was not allocated, or used before")
         engine.uids.remove(transfer_uid)
@@ -184,7 +180,8 @@ class IOEngineSession:
             for src, dst, nbytes in zip(local_offsets, remote_offsets, sizes, strict=True)
         ]
         fabric.n_batches += 1
-        in_flight = fabric.n_in_flight(engine, self._target) + len(runs)
+        between = [one for one in fabric.transfers if one.initiator is engine and one.target is self._target]
+        in_flight = sum(one.n_descriptors for one in between) + len(runs)
         fabric.most_in_flight = max(fabric.most_in_flight, in_flight)
         if in_flight > SEND_QUEUE_DEPTH:
             status.code, status.message = StatusCode.ERR_RDMA_OP, "SQ full"
@@ -196,9 +193,9 @@ class IOEngineSession:
 class IOEngine:
     fabric = Fabric()
 
-    def __init__(self, key: str, config: IOEngineConfig) -> None:
-        exact(str, key=key)
-        exact(IOEngineConfig, config=config)
+    def __init__(self, key, config: IOEngineConfig):
+        exact(str, key=key, host=config.host)
+        exact(int, port=config.port)
         rule(key not in {engine.key for engine in self.fabric.up.values()}, f"two engines with the key {key}")
         rule(config.host, "an engine without an address")
         self.key, self.host, self.port = key, config.host, config.port
@@ -209,15 +206,14 @@ class IOEngine:
         self.uids: set[int] = set()
         self._ids, self._uids = count(), count()
 
-    def create_backend(self, type: BackendType, config: object = None) -> None:
-        exact(BackendType, type=type)
-        exact(RdmaBackendConfig, config=config)
+    def create_backend(self, type: BackendType, config=None):
+        exact(int, qp=config.qp_per_transfer)
         rule(type is BackendType.RDMA and self.backend is None, "one RDMA backend")
         self.backend = config
         self.port = self.port or next(self.fabric.ports)
         self.fabric.up[self.port] = self
 
-    def remove_backend(self, type: BackendType) -> None:
+    def remove_backend(self, type: BackendType):
         rule(type is BackendType.RDMA and self.backend is not None, "no such backend")
         rule(not self.sessions, "a session outlives its backend")
         rule(not self.memory, "memory outlives its backend")
@@ -231,20 +227,18 @@ class IOEngine:
         rule(self.backend is not None, "its port is known only with a backend")
         return EngineDesc(self.key, self.host, self.port)
 
-    def register_remote_engine(self, engine_desc: EngineDesc) -> None:
-        exact(EngineDesc, engine_desc=engine_desc)
+    def register_remote_engine(self, engine_desc: EngineDesc):
         self.remotes[engine_desc.key] = engine_desc
 
-    def deregister_remote_engine(self, engine_desc: EngineDesc) -> None:
+    def deregister_remote_engine(self, engine_desc: EngineDesc):
         rule(self.remotes.pop(engine_desc.key, None), f"engine {engine_desc.key} is not registered")
         rule(
             not any(t.initiator is self and t.target.key == engine_desc.key for t in self.fabric.transfers),
             "an engine was deregistered with transfers under way",
         )
 
-    def register_memory(self, ptr: int, size: int, device_id: int, mem_loc: MemoryLocationType) -> MemoryDesc:
+    def register_memory(self, ptr, size, device_id, mem_loc: MemoryLocationType) -> MemoryDesc:
         exact(int, ptr=ptr, size=size, device_id=device_id)
-        exact(MemoryLocationType, mem_loc=mem_loc)
         rule(ptr > 0 and size > 0, "memory of no bytes")
         rule((device_id == -1) is (mem_loc is MemoryLocationType.CPU), "device -1 is the CPU's")
         for other in self.memory.values():
@@ -253,21 +247,19 @@ class IOEngine:
         self.memory[descriptor.id] = descriptor
         return descriptor
 
-    def deregister_memory(self, mem_desc: MemoryDesc) -> None:
-        exact(MemoryDesc, mem_desc=mem_desc)
+    def deregister_memory(self, mem_desc: MemoryDesc):
         rule(self.memory.pop(mem_desc.id, None) == mem_desc, f"{mem_desc} is not registered here")
         rule(
             not any(session._local is mem_desc for session in self.sessions),
             "a session outlives the memory it was made for",
         )
 
-    def allocate_transfer_uid(self) -> int:
+    def allocate_transfer_uid(self):
         uid = next(self._uids)
         self.uids.add(uid)
         return uid
 
     def create_session(self, local_mem: MemoryDesc, remote_mem: MemoryDesc) -> IOEngineSession | None:
-        exact(MemoryDesc, local_mem=local_mem, remote_mem=remote_mem)
         rule(self.memory.get(local_mem.id) == local_mem, f"{local_mem} is not registered here")
         rule(remote_mem.engine_key in self.remotes, f"engine {remote_mem.engine_key} is not registered")
         target = self.fabric.up.get(self.remotes[remote_mem.engine_key].port)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 _STATES = {"DOWN": 1, "ACTIVE": 4}
 
 
-def written(root: Path, files: dict[str, str]) -> None:
+def written(root, files: dict[str, str]):
     """Files of these lines, and the folders that they lie in."""
     for path, text in files.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(f"{text}\n")
 
 
-def nic(root: Path, name: str, *states: str, link: str = "InfiniBand") -> None:
+def nic(root, name, *states, link="InfiniBand"):
     """An RDMA device with a port for each state, in `root/sys` and `root/dev`."""
     verbs = f"uverbs{len(list(root.glob('dev/infiniband/*')))}"
     files = {f"sys/class/infiniband_verbs/{verbs}/ibdev": name, f"dev/infiniband/{verbs}": ""}

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from transport.endpoint import DEADLINE_S, NBYTES, Log, Remote, Saying, ended, meet
+from transport.endpoint import DEADLINE_S, NBYTES, Log, Remote, Saying, ended, meet, until_dead
 
 from pdstage import PeerError, Region, TransportError, UsageError
 from pdstage.transport import Done, PostFailed, Spans
@@ -20,7 +20,7 @@ WHOLE = [(0, 0, NBYTES)]
 """All of the region, as one span."""
 
 
-def noise(nbytes: int, seed: int = 0) -> bytes:
+def noise(nbytes, seed=0):
     return np.random.default_rng(seed).bytes(nbytes)
 
 
@@ -41,9 +41,9 @@ def test_many_spans_unsorted_and_adjacent(linked, n):
     rng = np.random.default_rng(n)
     nbytes = rng.integers(1, 900, n)
     nbytes[rng.random(n) < 0.3] = 256
-    src = np.concatenate([[0], np.cumsum(nbytes)[:-1]]) + 101  # dense, so that neighbours touch
+    src = np.cumsum(nbytes) - nbytes + 101  # dense, so that neighbours touch
     gaps = np.where(rng.random(n) < 0.5, 0, 64)
-    dst = np.concatenate([[0], np.cumsum(nbytes + gaps)[:-1]]) + 7001
+    dst = np.cumsum(nbytes + gaps) - nbytes - gaps + 7001
     swapped = rng.permutation(n)[: n // 4]  # a quarter in shuffled order, the rest in runs
     order = np.arange(n)
     order[np.sort(swapped)] = swapped
@@ -53,9 +53,9 @@ def test_many_spans_unsorted_and_adjacent(linked, n):
     for s, d, k in zip(src, dst, nbytes, strict=True):
         want[d : d + k] = np.frombuffer(data, np.uint8)[s : s + k]
     ticket = linked.post(np.stack([src, dst, nbytes], axis=1)[order].tolist(), b"many")
-    linked.log.until(lambda: linked.log.ended(linked.a) and linked.log.tags(linked.b))
-    assert linked.log.ended(linked.a) == [Done(ticket)]
-    assert linked.log.tags(linked.b) == [b"many"]
+    linked.until(lambda: linked.ended() and linked.tags())
+    assert linked.ended() == [Done(ticket)]
+    assert linked.tags() == [b"many"]
     assert linked.b.read(0, NBYTES) == want.tobytes()
 
 
@@ -64,22 +64,22 @@ def test_many_spans_unsorted_and_adjacent(linked, n):
 )
 def test_tags_are_any_bytes(linked, tag):
     linked.deliver(b"payload", tag=tag)
-    assert linked.log.tags(linked.b) == [tag]
+    assert linked.tags() == [tag]
 
 
 def test_empty_tag_says_nothing_at_the_peer(linked):
     ticket = linked.post([(0, 0, 64)], b"")
-    linked.log.until(lambda: linked.log.ended(linked.a) == [Done(ticket)])
+    linked.until(lambda: linked.ended() == [Done(ticket)])
     linked.deliver(b"next", tag=b"next")
-    assert linked.log.tags(linked.b) == [b"next"]
+    assert linked.tags() == [b"next"]
 
 
 def test_posts_to_a_peer_that_does_not_poll_neither_block_nor_lose_a_tag(linked):
     tags = [b"%d" % i + bytes(i % 7 * 1000) for i in range(400)]
     tickets, log = [linked.post([(0, 0, 64)], tag) for tag in tags], linked.log
     log.until(lambda: len(log.tags(linked.b)) == len(tags) == len(log.ended(linked.a)))
-    assert sorted(linked.log.tags(linked.b)) == sorted(tags)
-    assert sorted(linked.log.done(linked.a)) == sorted(tickets)
+    assert sorted(linked.tags()) == sorted(tags)
+    assert sorted(linked.done()) == sorted(tickets)
 
 
 def test_both_ways_at_once(linked):
@@ -92,7 +92,7 @@ def test_both_ways_at_once(linked):
         linked.post([(i * part, i * part, part)], b"to b %d" % i)
         linked.b.post("a", [(half + i * part, linked.a.base + half + i * part, part)], b"to a %d" % i)
     ends = (linked.a, linked.b)
-    linked.log.until(lambda: all(len(linked.log.tags(end)) == 8 == len(linked.log.done(end)) for end in ends))
+    linked.until(lambda: all(len(linked.log.tags(end)) == 8 == len(linked.log.done(end)) for end in ends))
     assert linked.b.read(0, half) == one
     assert linked.a.read(half, half) == other
 
@@ -118,7 +118,7 @@ def test_span_outside_registered_or_prepared_memory_is_refused(linked):
                 linked.post([*[(0, 64 * i, 64) for i in range(n_good)], bad], b"tag")
     linked.deliver(b"after", offset=8192)  # nothing of the refused posts was written, before or after
     assert linked.b.read(0, 4096) == before
-    assert linked.log.tags(linked.b) == [b"tag"]
+    assert linked.tags() == [b"tag"]
 
 
 def test_malformed_spans_are_refused(linked):
@@ -158,7 +158,7 @@ def test_two_labels_for_one_peer(linked):
     meet(linked.a, linked.b, "other")
     linked.a.disconnect("b")
     linked.a.post("other", [(0, linked.b.base, 64)], b"by another name")
-    linked.log.until(lambda: linked.log.tags(linked.b) == [b"by another name"])
+    linked.until(lambda: linked.tags() == [b"by another name"])
 
 
 def test_prepare_replaces_and_narrows(linked):
@@ -166,7 +166,7 @@ def test_prepare_replaces_and_narrows(linked):
     linked.a.prepare("b", [replace(whole, nbytes=4096), replace(whole, base=whole.base + 8192, nbytes=4096)])
     linked.a.fill(0, data := noise(64))
     linked.post([(0, 4032, 64), (0, 8192, 64)], b"edges")
-    linked.log.until(lambda: linked.log.tags(linked.b))
+    linked.until(linked.tags)
     assert linked.b.read(4032, 64) == linked.b.read(8192, 64) == data
     for spans in ([(0, 4033, 64)], [(0, 4033, 64), (0, 0, 8)], [(0, 0, 8), (0, 4096, 8)], [(0, 12288, 1)]):
         with pytest.raises(UsageError):
@@ -184,7 +184,7 @@ def test_peer_registers_more(linked):
     linked.post([(0, 0, 64)], b"prepared stays")
     linked.a.prepare("b", [linked.b.region(), region])
     linked.a.post("b", [(0, region.base, 64), (0, linked.b.base, 64)], b"more")
-    linked.log.until(lambda: len(linked.log.tags(linked.b)) == 4 and len(linked.log.done(linked.a)) == 4)
+    linked.until(lambda: len(linked.tags()) == 4 and len(linked.done()) == 4)
     assert linked.b.read_more(64) == data[:64]
     assert linked.b.read(0, NBYTES) == data
 
@@ -204,7 +204,7 @@ def test_registration_again_overlap_and_kind(pair):
         with pytest.raises(UsageError, match="do not lie in one region|not registered"):
             verb()
     pair.post([(more.base - region.base, 0, 8)], b"the other one")
-    pair.log.until(lambda: b"the other one" in pair.log.tags(pair.b))
+    pair.until(lambda: b"the other one" in pair.tags())
 
 
 def test_every_ticket_ends_once_though_its_peer_was_disconnected(linked):
@@ -214,8 +214,8 @@ def test_every_ticket_ends_once_though_its_peer_was_disconnected(linked):
         linked.post([(0, 0, 8)], b"")
     linked.log.until_ended(linked.a, 4)
     linked.connect().deliver(b"again", tag=b"again")
-    assert sorted(event.ticket for event in linked.log.ended(linked.a))[:4] == tickets
-    assert len(linked.log.ended(linked.a)) == 5
+    assert sorted(event.ticket for event in linked.ended())[:4] == tickets
+    assert len(linked.ended()) == 5
 
 
 def test_close_is_final_and_may_be_repeated(linked):
@@ -247,13 +247,13 @@ def test_filenos_tell_when_to_poll(linked):
         pytest.skip("this transport must be asked while a post is under way")
     assert linked.b.readable(DEADLINE_S)
     assert linked.a.readable(DEADLINE_S)
-    linked.log.until(lambda: linked.log.tags(linked.b) and linked.log.done(linked.a))
+    linked.until(lambda: linked.tags() and linked.done())
     linked.log.poll()
     assert not linked.b.readable(0)
     assert not linked.a.readable(0)
 
 
-def fails(pair, spans: object) -> None:
+def fails(pair, spans):
     """A post of `spans` is refused or fails, within the deadline; it never counts as done."""
     try:
         ticket = pair.post(spans, b"to nobody")
@@ -277,7 +277,7 @@ def test_posts_to_a_killed_peer_fail(mortal):
     for n in (1, 2, 1000):
         fails(mortal, [(0, 64 * i, 64) for i in range(n)])
     mortal.a.disconnect("b")
-    Log(mortal.a).until(lambda: mortal.a.proved_dead("b"))
+    until_dead(mortal.a)
     assert mortal.a.poll() == []
     mortal.a.forget("b")
     assert not mortal.a.proved_dead("b")
@@ -287,7 +287,7 @@ def test_an_error_that_is_kept_keeps_nothing_of_a_closed_transport(mortal):
     """Rooms keep the errors they failed with, and an error its traceback: what that names must be let go by `close`."""
     mortal.deliver(b"while it lives")
     mortal.b.kill()
-    Log(mortal.a).until(lambda: mortal.a.proved_dead("b"))
+    until_dead(mortal.a)
     kept = []
     try:
         mortal.post([(0, 0, 64)], b"to nobody")
@@ -335,7 +335,7 @@ def test_nothing_of_a_writer_that_is_proved_dead_lands_any_more(mortal):
     assert not a.proved_dead("b")
     b.kill()
     a.fill(0, bytes(NBYTES))
-    Log(a).until(lambda: a.proved_dead("b"))
+    until_dead(a)
     before = a.read(0, NBYTES)
     for _ in range(200):
         a.poll()
@@ -408,7 +408,7 @@ def test_a_transport_can_be_both_ends_or_says_so(pair):
     pair.a.prepare("self", [pair.a.region()])
     pair.a.fill(0, b"around")
     pair.a.post("self", [(0, pair.a.region().base + 4096, 6)], b"tag")
-    pair.log.until(lambda: pair.log.tags(pair.a) and pair.log.done(pair.a))
+    pair.until(lambda: pair.log.tags(pair.a) and pair.done())
     assert pair.a.read(4096, 6) == b"around"
 
 

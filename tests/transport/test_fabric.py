@@ -64,7 +64,7 @@ def test_the_choice_for_a_node_s_pool_reaches_ucx(monkeypatch, host, options, wa
     agent = pytest.importorskip("pdstage.transport._nixl_agent", exc_type=ImportError)
     started = []
 
-    def start(name: str, config: object) -> object:
+    def start(name, config):
         started.append([os.environ.get(f"UCX_{name}") for name in ("NET_DEVICES", "TCP_USER_TIMEOUT")])
         raise agent.Errors[0]("seen enough")
 

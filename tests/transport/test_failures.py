@@ -31,10 +31,10 @@ def test_a_region_that_the_peer_deregistered(linked):
         assert "unregistered" in str(error)
         assert linked.variant in (VARIANTS["local-same"], VARIANTS["local-cuda-same"])
     else:
-        n = len(linked.log.ended(linked.a))
-        linked.log.until(lambda: len(linked.log.ended(linked.a)) > n)
+        n = len(linked.ended())
+        linked.until(lambda: len(linked.ended()) > n)
         refused = linked.variant.transport in ("mooncake", "postbox")  # the peer looks at what comes
-        assert isinstance(linked.log.ended(linked.a)[-1], PostFailed if refused else Done)
+        assert isinstance(linked.ended()[-1], PostFailed if refused else Done)
         assert linked.b.read(0, 6) == (b"before" if refused else b"behind")
     linked.a.disconnect("b")
     linked.a.connect("b", linked.b.describe())
@@ -45,7 +45,7 @@ def test_a_region_that_the_peer_deregistered(linked):
 TABLE = re.compile(r"^\| row \|.*\n\|[-|]+\n((?:\|.*\n)+)", re.MULTILINE)
 
 
-def rows() -> set[tuple[str, str]]:
+def rows():
     """Of every table of failures on the page: whose it is, "" for all transports, and the row's name."""
     found = set()
     for section in (ROOT / "docs/transports.md").read_text().split("\n## ")[1:]:

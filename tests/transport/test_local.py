@@ -26,7 +26,7 @@ if native.ext is not None:
 
 
 @pytest.fixture
-def ends() -> object:
+def ends():
     """Connected, and as much of `b` prepared as it has."""
     a, b = Endpoint("local"), Remote("local")
     meet(a, b)
@@ -35,13 +35,13 @@ def ends() -> object:
     a.close()
 
 
-def forged(b: object, **changes: object) -> bytes:
+def forged(b, **changes):
     """What `b` says of itself, but of another process."""
     identity = msgspec.structs.replace(described(b, _Description).identity, **changes)
     return altered(b, _Description, identity=identity)
 
 
-def fills_the_queue(a: object, b: object) -> list[int]:
+def fills_the_queue(a, b):
     return [sends(a, b, 8, b"%04d" % i + bytes(i % 5 * 9000)) for i in range(1500)]
 
 

@@ -9,13 +9,25 @@ import logging
 import msgspec
 import numpy as np
 import pytest
-from transport.endpoint import NBYTES, Endpoint, Log, Remote, altered, arrives, delivers, described, ended, meet, sends
+from transport.endpoint import (
+    NBYTES,
+    Endpoint,
+    Log,
+    Remote,
+    altered,
+    arrives,
+    delivers,
+    described,
+    ended,
+    meet,
+    sends,
+    until_dead,
+)
 
 from pdstage import PeerError, Region, TransportError, UsageError
 from pdstage.kernels import driver
 from pdstage.kernels.virtual_memory import DESCRIPTOR, FABRIC
 from pdstage.transport import Done, PostFailed, Spans, _cuda_ipc, _device
-from pdstage.transport._device import ExportedRegion
 from pdstage.transport.local import LocalTransport, _Description
 from tests import cuda_double, descriptors
 from tests.cuda_double import MANAGED, POOL
@@ -25,7 +37,7 @@ SIZES = [NBYTES // 4, NBYTES, NBYTES // 2, NBYTES // 4]
 
 
 @pytest.fixture(scope="module")
-def stock() -> object:
+def stock():
     """Processes with device memory of cuMemAlloc and of cuMemCreate, and with host memory beside a device."""
     kept = {kind: Remote(f"local+{kind}") for kind in ("cuda", "segments", "beside")}
     yield kept
@@ -34,7 +46,7 @@ def stock() -> object:
 
 
 @pytest.fixture
-def gpu() -> object:
+def gpu():
     """This process's GPUs, as at its start."""
     with cuda_double.use() as gpu:
         gc.collect()  # what another file's tests left, in flight too
@@ -50,52 +62,52 @@ def gpu() -> object:
 
 
 @pytest.fixture
-def a(gpu) -> object:
+def a(gpu):
     end = Endpoint("local+cuda")
     yield end
     end.close()
 
 
 @pytest.fixture
-def b(gpu, stock) -> object:
+def b(gpu, stock):
     return stock["cuda"].renew()
 
 
 @pytest.fixture
-def segments(gpu, stock) -> object:
+def segments(gpu, stock):
     return stock["segments"].renew()
 
 
-def of(end) -> ExportedRegion:
+def of(end):
     """What it says of its one region."""
     (region,) = described(end, _Description).devices
     return region
 
 
-def lying(b, **changes) -> bytes:
+def lying(b, **changes):
     """The description of `b`, of its one region some fields changed."""
     return altered(b, _Description, devices=[msgspec.structs.replace(of(b), **changes)])
 
 
-def refuses(a, b, said, described=None, region=None) -> None:
+def refuses(a, b, said, described=None, region=None):
     a.connect("b", described or b.describe())
     with pytest.raises(PeerError, match=said):
         a.prepare("b", [region or b.region()])
 
 
-def region_of(memory) -> Region:
+def region_of(memory):
     return Region(memory.address, memory.nbytes, "cuda", memory.device)
 
 
-def one(src, dst, nbytes) -> Spans:
+def one(src, dst, nbytes):
     return Spans(*(np.array([value], np.int64) for value in (src, dst, nbytes)))
 
 
-def n_files() -> int:
+def n_files():
     return descriptors.count("memfd:cuda-double")
 
 
-def leaves_nothing(gpu) -> None:
+def leaves_nothing(gpu):
     assert not gpu.new("n_handles")
     assert not gpu.new("n_reserved")
 
@@ -161,27 +173,12 @@ def test_a_gather_may_go_straight_into_a_peers_memory(a, b, gpu):
     ctypes.memset(mapped.address, 7, 64)  # as a kernel would
     arrives(a, b, a.notify("b", b"tag"))
     assert b.read(127, 66) == b"\0" + b"\7" * 64 + b"\0"
-    for address, nbytes in ((b.base, NBYTES + 1), (b.base - 1, 2), (b.base + NBYTES, 1)):
-        assert a.mapped("b", address, nbytes) is None
     a.disconnect("b")
     assert a.mapped("b", b.base, 1) is None
     assert gpu["n_open"] == 1, "it is being written"
     ctypes.memset(mapped.address, 8, 1)
     del mapped
     assert not gpu["n_open"]
-
-
-def test_a_handle_is_opened_once_in_a_process(a, b, gpu):
-    """Older drivers refuse the second time; the double does."""
-    other = Endpoint("local+cuda")
-    meet(other, b)
-    for label in ("b", "again", "b"):
-        meet(a, b, label)
-    assert gpu["n_open"] == 1
-    a.close()
-    assert gpu["n_open"] == 1
-    delivers(other, b)
-    other.close()
 
 
 @pytest.mark.parametrize("types", [None, DESCRIPTOR, FABRIC, DESCRIPTOR | FABRIC])
@@ -194,12 +191,8 @@ def test_regions_of_one_block_or_of_segments_are_mapped_in_order_and_copied_exac
     parts = [Region(memory.address + 64, half, "cuda"), Region(memory.address + half + 64, NBYTES, "cuda")]
     with LocalTransport() as transport:
         transport.register(parts)
-        told = described(transport, _Description).devices
-        if types is None:
-            assert {each.export[:3:2] for each in told} == {(gpu.driver.ipc_handle(memory.address), memory.address)}
-        else:
-            assert [each.export.sizes for each in told] == [SIZES[:2], SIZES[1:3]]
-            assert {type(one) for each in told for one in each.export.handles} == {int if types & DESCRIPTOR else bytes}
+        handles = {type(one) for each in described(transport, _Description).devices for one in each.export.handles}
+        assert handles == ({int if types & DESCRIPTOR else bytes} if types else set()), "what needs no fabric"
         b.connect("a", transport.describe())
         b.prepare("a", parts)
         source = np.random.default_rng(1).integers(1, 256, half, np.uint8)
@@ -239,15 +232,12 @@ def test_what_is_exported_of_segments_is_given_back_whole(gpu):
     before = n_files()
     memory = gpu.expandable(SIZES)
     held, region = n_files(), region_of(memory)
-    gpu.forget_calls()
     with LocalTransport() as transport:
         transport.register([region])
         assert n_files() == held + len(SIZES)
         transport.unregister([region])
         assert n_files() == held + len(SIZES), "a number that is given again would be another allocation's"
     assert n_files() == held
-    names = "RetainAllocationHandle", "ExportToShareableHandle", "Release"
-    assert [gpu.calls(f"cuMem{name}") for name in names] == [4, 4, 4]
     gpu.fail("cuMemExportToShareableHandle", 3)
     with pytest.raises(UsageError, match=r"allocation 3 of 4 .* failed with 304.*ulimit -n"):
         _cuda_ipc.here().export(memory.address, memory.nbytes)
@@ -259,7 +249,6 @@ def test_what_is_exported_of_segments_is_given_back_whole(gpu):
 
 def test_what_is_mapped_of_segments_is_given_back_whole(gpu, segments):
     before = n_files()
-    gpu.forget_calls()
     for _ in range(2):
         a = Endpoint("local+cuda")
         for name in ("b", "again", "b"):
@@ -268,8 +257,6 @@ def test_what_is_mapped_of_segments_is_given_back_whole(gpu, segments):
         a.close()
         gc.collect()
         assert not gpu["n_open"]
-    wanted = {"AddressReserve": 2, "ImportFromShareableHandle": 8, "Map": 8, "Release": 8, "SetAccess": 2, "Unmap": 8}
-    assert {name: gpu.calls(f"cuMem{name}") for name in wanted} == wanted
     leaves_nothing(gpu)
     assert n_files() == before + 1, "of the last endpoint's own memory"
 
@@ -331,7 +318,7 @@ def test_under_mps_a_writers_death_proves_nothing_of_device_memory(a, tmp_path, 
     c = Remote("local")
     a.identify("c", c.describe())
     c.kill()
-    Log(a).until(lambda: a.proved_dead("c"))
+    until_dead(a, "c")
     (tmp_path / "control").touch()
     assert not a.proved_dead("c")
 

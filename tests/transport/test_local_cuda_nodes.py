@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
 import pytest
-from transport.device_rank import STAGING_NBYTES, DeviceRank, serve_decode
 
-from pdstage import State, TransportError
+from pdstage import Layout, Pool, State, TransportError
 from pdstage.control.bootstrap import BootstrapServer
 from pdstage.kernels.virtual_memory import DESCRIPTOR, FABRIC
 from pdstage.manager.calibration import Calibration
@@ -22,17 +22,61 @@ from tests import cuda_double, processes
 from tests.manager.engine import (
     IMPATIENT,
     N_ROOMS,
+    QUICK,
     TOKENS,
+    Rank,
     all_arrive,
+    decode_node,
     drive,
     prefill_node,
     send_all,
+    serve_all,
     unheard,
     write_all,
 )
 from tests.rows import both_paths
 
 pytestmark = pytest.mark.skipif(bool(cuda_double.missing()), reason=cuda_double.missing())
+
+
+DEVICE = "cuda:0"
+STAGING_NBYTES = 1 << 16
+
+
+class DeviceRank(Rank):
+    """A rank whose pages lie in the double's device memory; `types`: in expandable segments with such handles.
+
+    `k_on_host`: K stays in host memory.
+    """
+
+    def __init__(self, types=None, *, k_on_host=False, **shape):
+        super().__init__(**shape)
+        tensors = self.v if k_on_host else self.tensors
+        nbytes, gpu = sum(one.nbytes for one in tensors), cuda_double.double()
+        held = gpu.allocate(nbytes) if types is None else gpu.expandable([4096] * -(-nbytes // 4096), types)
+        at, moved = 0, []
+        for one in tensors:
+            moved.append(held.view[at : at + one.nbytes].reshape(one.shape))
+            at += one.nbytes
+        self.k, self.v = self.k if k_on_host else moved[: self.layers], moved[-self.layers :]
+        layout = self.layout_of()
+        inside = [held.address <= region.base < held.address + nbytes for region in layout.regions]
+        assert inside.count(True) == 1 and inside.count(False) == (self.layers if k_on_host else 0)
+        regions = [replace(one, kind="cuda") if at else one for one, at in zip(layout.regions, inside, strict=True)]
+        self.pool = Pool.of(Layout(tuple(regions), layout.components), DEVICE, keep=held)
+
+
+def serve_decode(pipe, address, path="staged", types=None, k_on_host=False, config=QUICK, **where):
+    """Receives rooms and says for each how it ended, whether it holds what it must, and what its transport copied.
+
+    `where` says where its staging memory lies; on the device if nothing is said. `types` and `k_on_host`
+    are its pool's.
+    """
+    with cuda_double.use():
+        rank = DeviceRank(types, page=8, hnd=True, k_on_host=k_on_host)
+        options = {"transport": "local", "path": path, "config": config, "staging_nbytes": STAGING_NBYTES}
+        with decode_node(rank, **options | where) as node:
+            serve_all(pipe, node, rank, address)
 
 
 class TwoPasses(LocalTransport):
@@ -120,27 +164,23 @@ def test_rooms_between_two_processes(gpu, address, path, transport):
         assert (stats["chunks_direct"] > 0, stats["chunks_staged"] > 0) == (path == "direct", path == "staged")
 
 
-@pytest.mark.parametrize(
-    ("where", "kind"), [({"staging_on": "host"}, "cpu"), ({}, "cuda"), ({"k_on_host": True}, "cuda")]
-)
-def test_rooms_with_staging_memory_of_the_nodes_own(gpu, address, where, kind):
-    """On the device, as its driver allocates it; or in page-locked host memory, of which no byte passes CUDA IPC. Where
-    both sides' K lies in host memory, rooms land on the device, and a kernel scatters K to the host.
+@pytest.mark.parametrize("k_on_host", [False, True])
+def test_rooms_with_staging_memory_of_the_nodes_own(gpu, address, k_on_host):
+    """In page-locked host memory: no byte of it passes CUDA IPC. Where both sides' K lies in host memory, rooms land on
+    the device, as its driver allocates it, and a kernel scatters K to the host.
     """
-    k_on_host = where.get("k_on_host", False)
     rank, before = DeviceRank(n_pages=128, k_on_host=k_on_host), gpu["n_copies"]
-    own = {"staging_nbytes": STAGING_NBYTES} | {name: value for name, value in where.items() if name == "staging_on"}
-    given = own | where if not k_on_host else where
+    kind, own = ("cuda", {}) if k_on_host else ("cpu", {"staging_on": "host"})
     with (
-        prefill_node(rank, address, transport="local", path="staged", **own) as node,
-        decoding(address, **given) as (decode, _),
+        prefill_node(rank, address, transport="local", path="staged", staging_nbytes=STAGING_NBYTES, **own) as node,
+        decoding(address, k_on_host=k_on_host, **own) as (decode, _),
     ):
         assert node.memory.region.kind == kind
-        assert gpu["n_locked"] == (len(rank.pool.on_host) if k_on_host else kind == "cpu")
+        assert gpu["n_locked"] == (len(rank.pool.on_host) if k_on_host else 1)
         all_arrive(decode, node, rank)
         (session,) = node.core.sessions.values()
         assert {lane.kind for lane in session.lanes} == {kind}
-        assert gpu["n_open"] == (kind == "cuda")
+        assert gpu["n_open"] == k_on_host
         assert k_on_host or gpu["n_copies"] == before
     assert not gpu["n_locked"]
 

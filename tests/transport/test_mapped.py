@@ -9,7 +9,7 @@ import resource
 import numpy as np
 import pytest
 from transport.conftest import as_root
-from transport.endpoint import NBYTES, Endpoint, Remote, altered, arrives, delivers, described, meet
+from transport.endpoint import NBYTES, Endpoint, Remote, altered, delivers, described, meet
 
 from pdstage import PeerError, Region, UsageError
 from pdstage.transport.local import _Description
@@ -17,30 +17,17 @@ from tests import descriptors
 
 
 @pytest.fixture(scope="module")
-def stock() -> object:
+def stock():
     with Remote("local+shared") as b:
         yield b
 
 
 @pytest.fixture
-def ends(stock: Remote) -> object:
+def ends(stock):
     a = Endpoint("local")
     meet(a, stock.renew())
     yield a, stock
     a.close()
-
-
-def test_bytes_written_there_are_the_peers_when_their_tag_comes(ends):
-    a, b = ends
-    a.fill(0, bytes(range(64)))
-    ticket = a.write_mapped("b", b.base + 100, b"straight", b"tag")
-    log = arrives(a, b, ticket)
-    assert b.read(99, 10) == b"\0straight\0"
-    delivers(a, b, b"post")
-    # Several spans go as before.
-    a.post("b", [(0, b.base, 8), (8, b.base + 200, 8)], b"many")
-    log.until(lambda: b"many" in log.tags(b))
-    assert b.read(200, 8) == bytes(range(8, 16))
 
 
 @pytest.mark.parametrize(("limit", "n_faults"), [(1 << 30, range(64)), (NBYTES // 2, range(NBYTES >> 16, NBYTES))])

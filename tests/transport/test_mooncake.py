@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from transport.endpoint import NBYTES, Endpoint, Log, Remote, altered, delivers, described, ended, meet, sends
+from transport.endpoint import NBYTES, Endpoint, Remote, altered, delivers, described, ended, meet, sends, until_dead
 
 from pdstage import PeerError, TransportError, UsageError
 from pdstage.transport import Done, PostFailed, available, open_transport
@@ -24,9 +24,9 @@ from pdstage.transport import _transfer_engine, mooncake
 @pytest.fixture
 def peers():
     """Makes endpoints in processes of their own; kills them at the end."""
-    made: list[Remote] = []
+    made = []
 
-    def make() -> Remote:
+    def make():
         made.append(Remote("mooncake"))
         return made[-1]
 
@@ -131,7 +131,7 @@ def test_short_lived_peers_leave_a_bounded_number_of_connections(a, peers, monke
         a.disconnect("b")
         b.kill()
         b.shut()
-        Log(a).until(lambda: a.proved_dead("b"))
+        until_dead(a)
         a.forget("b")
         n_sockets.append(a.n_fds("socket"))
         engines.add(a.transport._sending)

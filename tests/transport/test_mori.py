@@ -17,14 +17,14 @@ from pdstage.transport.base import write_description
 
 
 @pytest.fixture
-def fabric(monkeypatch) -> mori_double.Fabric:
+def fabric(monkeypatch):
     fabric = mori_double.Fabric()
     monkeypatch.setattr(mori_double.IOEngine, "fabric", fabric)
     return fabric
 
 
 @pytest.fixture
-def ends(fabric) -> object:
+def ends(fabric):
     a, b = Endpoint("mori-double"), Endpoint("mori-double")
     meet(a, b)
     yield a, b

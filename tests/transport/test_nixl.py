@@ -12,7 +12,7 @@ from transport.conftest import VARIANTS, as_root
 from transport.endpoint import NBYTES, Endpoint, Log, Remote, altered, delivers, described, ended, meet, sends
 
 from tests import processes
-from tests.cables import hosts, ip, two_hosts
+from tests.cables import ip, two_hosts
 
 pytest.importorskip("nixl._api", exc_type=ImportError)
 
@@ -48,7 +48,7 @@ def test_each_descriptor_names_the_device_its_memory_is_on():
     near, far = 1 << 40, 1 << 41
     held = Ranges("these", [Region(1 << 20, 4096), Region(near, 4096, "cuda", 0), Region(far, 4096, "cuda", 3)])
 
-    def rows_of(*spans: tuple[int, int]) -> list[object]:
+    def rows_of(*spans):
         at, nbytes = np.array(spans, np.int64).T.copy()
         rows = descriptors(at, nbytes, held.find(at, nbytes))
         return [rows[i] for i in range(len(spans))]
@@ -90,23 +90,6 @@ def test_the_agent_of_a_dead_peer_goes_with_its_last_post(mortal):
     assert a.n_agents() == 0
     assert isinstance(last, PostFailed)
     assert not last.settled, "what it has sent may lie in the peer's sockets, and land when that polls"
-
-
-@as_root
-def test_a_large_write_uses_the_devices_it_was_given():
-    """Each for an equal share, and no other that is here."""
-    with hosts(3) as spaces, contextlib.ExitStack() as held:
-        a, b = (
-            held.enter_context(Remote("nixl", OVER_TCP, netns=space, devices=[f"{side}{i}" for i in range(2)]))
-            for side, space in zip("ab", spaces, strict=True)
-        )
-        meet(a, b)
-        a.fill(0, data := np.random.default_rng(0).bytes(NBYTES))
-        tickets = [sends(a, b, NBYTES, b"") for _ in range(4)]
-        log = Log(a, b)
-        log.until(lambda: sorted(log.done(a)) == tickets)
-        assert b.read(0, NBYTES) == data
-        assert [a.n_sent(f"a{i}") > NBYTES for i in range(3)] == [True, True, False]
 
 
 @as_root

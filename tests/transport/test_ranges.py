@@ -14,7 +14,7 @@ from pdstage.transport.base import Ranges
 
 
 @st.composite
-def disjoint_regions(draw) -> list[Region]:
+def disjoint_regions(draw):
     edges = draw(st.lists(st.integers(1, 400), min_size=2, max_size=12, unique=True).map(sorted))
     regions = [
         Region(low, high - low, draw(st.sampled_from(["cpu", "cpu", "cuda"])), draw(st.integers(0, 2)))

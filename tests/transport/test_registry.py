@@ -41,7 +41,7 @@ def test_what_is_unknown_is_named(name, options, said):
 class Carded(postbox.Postbox):
     """It keeps what it was given."""
 
-    def __init__(self, *, cards: tuple[str, ...] = (), node: int = 0) -> None:
+    def __init__(self, *, cards=(), node=0):
         super().__init__()
         self.given = cards, node
 

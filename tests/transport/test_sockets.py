@@ -20,13 +20,13 @@ TCP_REPAIR = 19
 """Linux's; Python names it nowhere."""
 
 
-def held() -> bool:
+def held():
     """Of what is dead by now."""
     return _sockets.hold_bytes_of_the_dead(time.monotonic())
 
 
 @pytest.fixture(params=["IPv4", "dual stack"])
-def dead_writer(request) -> object:
+def dead_writer(request):
     """A connection to a process that was killed in the middle of a long send. Mooncake's listener is dual stack."""
     dual = request.param == "dual stack"
     family = socket.AF_INET6 if dual else socket.AF_INET

@@ -11,9 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture(scope="session")
-def metadata_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with the entry points that pyproject.toml gives an installed pdstage.
+@pytest.fixture(scope="session", autouse=True)
+def installed(tmp_path_factory):
+    """Children find this checkout, and a folder with the entry points that pyproject.toml gives an installed pdstage.
 
     In the engines' environment pdstage is not installed but on the path, so that it is always this checkout's.
     """
@@ -25,14 +25,8 @@ def metadata_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     (info / "entry_points.txt").write_text(
         "\n".join(f"[{group}]\n" + "\n".join(f"{name} = {at}" for name, at in held.items()) for group, held in groups)
     )
-    return str(info.parent)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def installed(metadata_dir: str):
-    """Children find pdstage's entry points, and this checkout."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([metadata_dir, str(ROOT)]))
-        patch.syspath_prepend(metadata_dir)  # which spawned children take over
+        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (info.parent, ROOT))))
+        patch.syspath_prepend(info.parent)  # which spawned children take over
         patch.setenv("SGLANG_HOST_IP", "127.0.0.1")
         yield

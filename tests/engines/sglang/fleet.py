@@ -19,40 +19,41 @@ from tests.engines.calls import PATIENCE_S, result
 from tests.engines.sglang import setups
 
 FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)
+DIRECT = '{"path": "direct", "transport": "local"}'  # peers write to the pool itself
+TOKENS = 100
 
 
 class Child:
     """One process, called by name."""
 
-    def __init__(self, kind: str, what: object) -> None:
+    def __init__(self, kind, what):
         multiprocessing.set_forkserver_preload(["tests.engines.sglang.preloaded"])
         self.process, self._pipe = processes.child(setups.serve, kind, what)
 
-    def ask(self, name: str, *args: object) -> None:
+    def ask(self, name, *args):
         self._pipe.send((name, args, {}))
 
-    def answer(self) -> Any:
+    def answer(self):
         return result(self._pipe)
 
-    def call(self, name: str, *args: object) -> Any:
+    def call(self, name, *args):
         self.ask(name, *args)
         return self.answer()
 
-    def signal(self, number: int) -> None:
+    def signal(self, number):
         os.kill(self.process.pid, number)
 
-    def stop(self) -> None:
+    def stop(self):
         """Until it is continued."""
         processes.stop(self.process.pid)
 
-    def close(self) -> None:
+    def close(self):
         self._pipe.close()
         if self.process.is_alive():
             self.signal(signal.SIGCONT)
         self.process.join(10)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
+        self.process.kill()
+        self.process.join()
 
 
 class Engine:
@@ -61,24 +62,24 @@ class Engine:
     The first `n_first` ranks are those of the first pipeline stage.
     """
 
-    def __init__(self, ranks: list[Child], n_first: int, mode: str = "") -> None:
+    def __init__(self, ranks: list[Child], n_first, mode):
         self.ranks, self.n_first, self.mode = ranks, n_first, mode
 
-    def each(self, name: str, *args: object) -> list[Any]:
+    def each(self, name, *args) -> list[Any]:
         for rank in self.ranks:
             rank.ask(name, *args)
         return [rank.answer() for rank in self.ranks]
 
-    def poll(self, room: int) -> int:
+    def poll(self, room):
         return min(self.each("poll", room))
 
-    def until(self, room: int, *states: int) -> int:
+    def until(self, room, *states):
         return eventually(lambda: self.poll(room), lambda state: state in states)
 
-    def bootstrapped(self, room: int, *states: int) -> int:
+    def bootstrapped(self, room, *states):
         """Before a request begins SGLang asks the ranks of the first stage alone, for all stages."""
-        first = Engine(self.ranks[: self.n_first], self.n_first)
-        return eventually(lambda: min(first.each("poll_stages", room)), lambda state: state in states)
+        first = self.ranks[: self.n_first]
+        return eventually(lambda: min(rank.call("poll_stages", room) for rank in first), lambda state: state in states)
 
 
 def eventually(ask, wanted=bool):
@@ -94,10 +95,9 @@ class Fleet:
     """A bootstrap server, a prefill engine and a decode engine of one kind of pool."""
 
     def __init__(
-        self, prefill_tp: int, decode_tp: int, pool: str = "mha", node: str = "", page_size: int = 16,
-        decode_page_size: int = 0, prefill_pp: int = 1, options: tuple[str, ...] = (),
-        decode_options: tuple[str, ...] = (), **environ: str,
-    ) -> None:  # fmt: skip
+        self, prefill_tp, decode_tp, pool="mha", node=DIRECT, page_size=16, decode_page_size=0, prefill_pp=1,
+        options: tuple[str, ...] = (), decode_options: tuple[str, ...] = (), **environ,
+    ):  # fmt: skip
         self.page_size = page_size
         pages = {"prefill": page_size, "decode": decode_page_size or page_size}
         said = tuple(environ.items())
@@ -128,7 +128,7 @@ class Fleet:
             self._opened = opened.pop_all()
 
     @staticmethod
-    def _child(opened: ExitStack, kind: str, what: object) -> Child:
+    def _child(opened: ExitStack, kind, what) -> Child:
         child = Child(kind, what)
         opened.callback(child.close)
         return child
@@ -136,14 +136,14 @@ class Fleet:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self._opened.close()
 
     @property
     def engines(self) -> tuple[Engine, Engine]:
         return self.prefill, self.decode
 
-    def switch(self) -> None:
+    def switch(self):
         """The two engines change roles, as a POST to /pd_role_switch at each has them do."""
         for engine in self.engines:
             assert set(engine.each("switch")) == {None}
@@ -154,34 +154,38 @@ class Fleet:
 
     # A request, step by step.
 
-    def announce(self, room: int, adapters: tuple[str | None, str | None] = (None, None)) -> None:
+    def announce(self, room, adapters: tuple[str | None, str | None] = (None, None)):
         """To prefill and to decode; `adapters` is the one (LoRA) that each of them was asked to use."""
         self.prefill.each("send_to", room, adapters[0])
         self.decode.each("receive", room, adapters[1])
 
-    def bind(self, room: int, n_tokens: int, prefix: int = 0) -> None:
+    def bind(self, room, n_tokens=TOKENS, prefix=0):
         self.decode.until(room, WAITING)
         self.decode.each("allocate", room, n_tokens, prefix)
         self.decode.each("bind", room, prefix)
 
-    def begin(self, room: int, n_tokens: int) -> int:
+    def begin(self, room, n_tokens=TOKENS):
         """Prefill's bootstrap, once all of decode's ranks are there; the prefix that decode has."""
         self.prefill.bootstrapped(room, WAITING)
         (prefix,) = set(self.prefill.each("begin", room, n_tokens))
         self.prefill.each("allocate", room, n_tokens, prefix)
         return prefix
 
-    def compute(self, room: int, start: int, stop: int, last: bool) -> None:
+    def compute(self, room, start=0, stop=TOKENS, last=True):
         self.prefill.each("compute", room, start, stop)
         self.prefill.each("send", room, start, stop, last)
 
-    def open(self, room: int, n_tokens: int, prefix: int = 0) -> None:
+    def first_chunk(self, room):
+        """Of 64 tokens."""
+        self.compute(room, 0, 64, False)
+
+    def open(self, room, n_tokens=TOKENS, prefix=0, **announced):
         """Up to where prefill sends."""
-        self.announce(room)
+        self.announce(room, **announced)
         self.bind(room, n_tokens, prefix)
         assert self.begin(room, n_tokens) == prefix
 
-    def run(self, room: int, n_tokens: int, *, chunks: int = 1, prefix: int = 0) -> None:
+    def run(self, room, n_tokens=TOKENS, *, chunks=1, prefix=0):
         """A whole request; every byte is right at the end, and both engines have cleared it."""
         self.open(room, n_tokens, prefix)
         start = prefix
@@ -192,7 +196,12 @@ class Fleet:
             start = stop
         self.finish(room, n_tokens)
 
-    def finish(self, room: int, n_tokens: int) -> None:
+    def rest(self, room, start=0):
+        """What is left of an open request of `TOKENS`, and its end."""
+        self.compute(room, start)
+        self.finish(room)
+
+    def finish(self, room, n_tokens=TOKENS):
         """Both engines see Success, decode's memory is right, and nothing is kept of the room."""
         assert self.decode.until(room, SUCCESS, FAILED) == SUCCESS, self.decode.each("failure", room)
         assert not any(wrong := self.decode.each("wrong", room, n_tokens)), wrong
@@ -200,26 +209,35 @@ class Fleet:
         for engine in self.engines:
             engine.each("clear", room)
 
-    def ends_at_decode(self, room: int, n_tokens: int) -> None:
+    def fails_at_prefill(self, room) -> list[str]:
+        """Its scheduler hears of a failure; the ranks' reasons."""
+        assert self.prefill.until(room, FAILED, SUCCESS) == FAILED
+        return self.prefill.each("failure", room)
+
+    def ends_at_decode(self, room):
         """A room that prefill gave up: it failed, and its memory goes back; or it was complete before, and is right."""
         if self.decode.until(room, SUCCESS, FAILED) == SUCCESS:
-            assert not any(wrong := self.decode.each("wrong", room, n_tokens)), wrong
+            assert not any(wrong := self.decode.each("wrong", room, TOKENS)), wrong
             self.decode.each("clear", room)
         else:
             self.fails_at_decode(room)
 
-    def fails_at_decode(self, room: int) -> None:
-        """Its scheduler after a failure: it gets the memory back once no peer may write to it."""
+    def fails_at_decode(self, room, *, bound=True) -> list[str]:
+        """Its scheduler after a failure, which gets back what was `bound`; the ranks' reasons."""
         assert self.decode.until(room, FAILED, SUCCESS) == FAILED
-        self.decode.each("failure", room)
-        self.gives_back(room)
+        said = self.decode.each("failure", room)
+        self.gives_back(room) if bound else self.decode.each("clear", room)
+        return said
 
-    def gives_back(self, room: int) -> None:
+    def gives_back(self, room):
+        """Memory comes back once no peer may write to it, and is used again."""
         self.decode.each("defer", room)
         eventually(lambda: all(self.decode.each("safe", room)))
+        assert all(self.decode.each("released", room))
+        self.decode.each("fill", room, TOKENS, 7)
         self.decode.each("release", room)
 
-    def forgets_all(self) -> None:
+    def forgets_all(self):
         """Once all rooms are over, nothing is kept of them."""
         for engine in self.engines:
             ask = partial(engine.each, "leftovers")
@@ -227,15 +245,16 @@ class Fleet:
 
 
 def shared_fleet(*args, **options):
-    """A fixture: one fleet for all tests of a file. After a test that failed there is a new one: it left something."""
+    """A fixture: one fleet for all tests of a file, which keeps nothing of their rooms. A failed test's is not kept."""
+
     fleets = []
 
-    def end() -> None:
+    def end():
         while fleets:
             fleets.pop().__exit__()
 
     @pytest.fixture
-    def fleet(installed, request):
+    def fleet(request):
         if not fleets:
             fleets.append(Fleet(*args, **options))
             request.node.getparent(pytest.Module).addfinalizer(end)
@@ -243,5 +262,7 @@ def shared_fleet(*args, **options):
         yield fleets[0]
         if request.session.testsfailed > n_failed:
             end()
+        else:
+            fleets[0].forgets_all()
 
     return fleet

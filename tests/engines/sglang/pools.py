@@ -43,17 +43,17 @@ class Held:
     entries: Literal["token", "page", "slot"] = "token"
     units: np.ndarray | None = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.numbers = self.tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[self.tensor.element_size()])
 
-    def put(self, at: torch.Tensor, values: torch.Tensor | int) -> None:
+    def put(self, at: torch.Tensor, values: torch.Tensor | int):
         values = values.to(self.numbers.device) if isinstance(values, torch.Tensor) else values
         self.numbers[at.to(self.numbers.device)] = values
 
     def take(self, at: torch.Tensor) -> torch.Tensor:
         return self.numbers[at.to(self.numbers.device)].cpu()
 
-    def expected(self, room: int, positions: np.ndarray) -> torch.Tensor:
+    def expected(self, room, positions: np.ndarray) -> torch.Tensor:
         """The entries at these positions of the room's sequence."""
         shape = self.numbers.shape[1:]
         units = np.arange(shape[0]) if self.units is None else self.units
@@ -80,13 +80,13 @@ class Memory:
 
     host: MLATokenToKVPoolHost | None = None
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup):
         page, size = setup.page_size, (setup.n_pages - 1) * setup.page_size
         count, first = max(1, HEADS // setup.tp_size), setup.tp_rank * HEADS // setup.tp_size
         heads = np.arange(first, first + count)
         dtype = torch.float8_e4m3fn if "fp8_e4m3" in setup.options else torch.bfloat16
         common = {"dtype": dtype, "device": stubs.DEVICE, "enable_memory_saver": False}
-        self.page_size, self.states = page, []
+        self.page_size = page
 
         def mha(pool, layers: list[int]) -> list[Held]:
             return [
@@ -126,7 +126,7 @@ class Memory:
         else:
             self.held = self._hybrid(setup, size, count, mha)
 
-    def _hybrid(self, setup: Setup, size: int, count: int, mha) -> dict[str, list[Held]]:
+    def _hybrid(self, setup: Setup, size, count, mha) -> dict[str, list[Held]]:
         tp, rank = setup.tp_size, setup.tp_rank
         shape = Mamba2StateShape.create(
             tp_world_size=tp, intermediate_size=128, n_groups=8, num_heads=8, head_dim=4, state_size=8, conv_kernel=4,
@@ -149,7 +149,7 @@ class Memory:
         slots += [Held("ssm", layer, cache.temporal[i], "slot", heads) for i, layer in enumerate([1, 2])]
         return {"kv": mha(self.pool.full_kv_pool, [0, 3]), "mamba": slots}
 
-    def allocate(self, room: int, salt: int, n_tokens: int, prefix: int) -> dict[str, tuple[np.ndarray, int]]:
+    def allocate(self, room, salt, n_tokens, prefix) -> dict[str, tuple[np.ndarray, int]]:
         """Items of each component and the number of the first of them: pages from a shuffled pool, and a slot.
 
         Four rooms in a row have different ones.
@@ -166,7 +166,7 @@ class Memory:
             items["mamba"] = (np.array([1 + (room * 3 + salt) % 8]), 0)
         return items
 
-    def entries(self, held: Held, items: np.ndarray, first: int, tokens: range) -> tuple[torch.Tensor, np.ndarray]:
+    def entries(self, held: Held, items: np.ndarray, first, tokens: range) -> tuple[torch.Tensor, np.ndarray]:
         """Which entries of a tensor hold `tokens` of a room, and their positions."""
         if held.entries == "slot":
             return torch.from_numpy(items.astype(np.int64)), np.zeros(1, np.int64)

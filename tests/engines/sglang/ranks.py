@@ -48,12 +48,12 @@ ROWS = 16
 class Stages:
     """In place of the process group of one TP rank's pipeline stages: what the first stage says at the start."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup):
         self.is_first_rank, self.is_last_rank = setup.pp_rank == 0, setup.pp_rank == setup.pp_size - 1
         self._store = torch.distributed.FileStore(setup.meeting) if setup.meeting else None
         self._key = f"of {setup.tp_rank}"
 
-    def broadcast_object(self, said: object, src: int) -> object:
+    def broadcast_object(self, said, src):
         assert src == 0
         assert self._store is not None
         if self.is_first_rank:
@@ -64,7 +64,7 @@ class Stages:
 class Groups:
     """The process groups over which SGLang takes the least of what the ranks of one stage say of a request."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup):
         store = torch.distributed.FileStore(f"{setup.meeting}-{setup.mode}-{setup.pp_rank}", setup.tp_size)
         torch.distributed.init_process_group("gloo", store=store, rank=setup.tp_rank, world_size=setup.tp_size)
         self.tp = torch.distributed.group.WORLD
@@ -76,11 +76,11 @@ class Event(torch.cuda.Event):
 
     launched: frozenset[str] = frozenset()
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: Stream):
         super().record(stream)
         self.launched = stream.launched
 
-    def query(self) -> bool:
+    def query(self):
         return bool(super().query()) and self.launched.isdisjoint(Stream.under_way)
 
 
@@ -90,7 +90,7 @@ class Stream(torch.cuda.Stream):
     under_way: ClassVar[set[str]] = set()
     launched: frozenset[str] = frozenset()
 
-    def launch(self, work: str) -> None:
+    def launch(self, work):
         self.under_way.add(work)
         self.launched |= {work}
 
@@ -106,13 +106,13 @@ class Scheduler(prefill.SchedulerDisaggregationPrefillMixin):
     enable_staging, kv_checksum_computer, rust_server = False, None, None
     req_to_token_pool = None
 
-    def __init__(self, **given: object) -> None:
+    def __init__(self, **given):
         vars(self).update(given)
         self.enable_overlap = not runtime_context.get_schedule().disable_overlap_schedule
         self.schedule_stream, self.forward_stream = Stream(stubs.DEVICE), Stream(stubs.DEVICE)
         self.disagg_prefill_pending_chunk_rids: set[str] = set()
 
-    def checkpoint_disagg_prefill(self, request: SimpleNamespace) -> None:
+    def checkpoint_disagg_prefill(self, request: SimpleNamespace):
         """No tree of prefixes is here."""
 
 
@@ -125,7 +125,7 @@ class Request(SimpleNamespace):
 class Rank:
     """What tests ask of a rank; a method a call of the scheduler's."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup):
         torch.cuda.Event = Event  # type: ignore[assignment, misc]
         os.environ[environment.NODE.name] = setup.node
         os.environ.update(setup.environ)
@@ -175,7 +175,7 @@ class Rank:
         queue.kv_manager, self.queue = which._init_kv_manager(queue), queue
         return queue.kv_manager
 
-    def _request(self, room: int, adapter: str | None) -> SimpleNamespace:
+    def _request(self, room, adapter: str | None) -> SimpleNamespace:
         return SimpleNamespace(
             rid=f"request {room}", bootstrap_room=room, bootstrap_host="127.0.0.1", bootstrap_port=self.port,
             disagg_prefill_dp_rank=None, lora_id=adapter, return_logprob=False,
@@ -183,34 +183,34 @@ class Rank:
 
     # Both sides.
 
-    def allocate(self, room: int, n_tokens: int, prefix: int) -> None:
+    def allocate(self, room, n_tokens, prefix):
         self.items[room] = self.memory.allocate(room, self.setup.mode == "prefill", n_tokens, prefix)
 
-    def _state_indices(self, room: int) -> list[object] | None:
+    def _state_indices(self, room) -> list[object] | None:
         """As the schedulers make them: arrays of pages, and a list of one array for mamba."""
         kinds = [kind.value for kind in self.manager.kv_args.state_types]
         items = self.items[room]
         return [[items[kind][0]] if kind == "mamba" else items[kind][0] for kind in kinds]
 
-    def poll(self, room: int) -> int:
+    def poll(self, room):
         """SGLang's own least of all TP ranks, which all of them must be asked for at once."""
         if self.setup.mode == "prefill":
             return utils.poll_and_all_reduce_attn_cp_tp_group([self.rooms[room]], self.groups.cp, self.groups.tp)[0]
         return utils.poll_and_all_reduce([self.rooms[room]], self.groups.tp)[0]
 
-    def poll_alone(self, room: int) -> int:
+    def poll_alone(self, room):
         """What this rank says, whatever became of the others."""
         return int(self.rooms[room].poll())
 
-    def poll_stages(self, room: int) -> int:
+    def poll_stages(self, room):
         """What SGLang asks the first stage alone until a request begins: the least of what all stages said."""
         sender = self.rooms[room]
         return int(sender.poll() if self.setup.pp_size == 1 else sender.poll_pp_consensus())
 
-    def abort(self, room: int) -> None:
+    def abort(self, room):
         self.rooms[room].abort()
 
-    def failure(self, room: int) -> str:
+    def failure(self, room):
         """What the scheduler does first with a room that failed."""
         try:
             self.rooms[room].failure_exception()
@@ -218,10 +218,10 @@ class Rank:
             return str(error)
         raise AssertionError("a failure is raised")
 
-    def clear(self, room: int) -> None:
+    def clear(self, room):
         self.rooms.pop(room).clear()
 
-    def clear_and_hear_late(self, room: int) -> bool:
+    def clear_and_hear_late(self, room):
         """The room's state reaches the sender after the scheduler has cleared it; whether SGLang keeps nothing then."""
         sender = self.rooms.pop(room)
         sender.clear()
@@ -237,65 +237,64 @@ class Rank:
             statuses = statuses._local_map
         return kept | {"statuses": len(statuses), "handles": len(self.manager.node.handles())}
 
-    def lacks(self, room: int, of_manager: list[str], of_room: list[str]) -> tuple[list[str], list[str]]:
+    def lacks(self, room, of_manager: list[str], of_room: list[str]) -> tuple[list[str], list[str]]:
         """Which of these names the manager has not, and which of those the room's sender or receiver."""
         asked = (self.manager, of_manager), (self.rooms[room], of_room)
-        of_manager, of_room = ([name for name in names if not hasattr(one, name)] for one, names in asked)
-        return of_manager, of_room
+        return tuple([name for name in names if not hasattr(one, name)] for one, names in asked)
 
-    def released(self, room: int) -> bool:
+    def released(self, room):
         """Whether pdstage itself says that nothing touches the room's memory."""
         handle = self.rooms[room]._room
         return handle is None or handle.released
 
     # What a test does to a rank, to see what its scheduler is told then.
 
-    def load_adapter(self, adapter: str, name: str, path: str) -> None:
+    def load_adapter(self, adapter, name, path):
         """SGLang's record of an adapter (LoRA) that it has loaded."""
         self.adapters[adapter] = LoRARef(lora_id=adapter, lora_name=name, lora_path=path, pinned=False)
 
-    def withhold(self, room: int) -> None:
+    def withhold(self, room):
         """The room ended, and a peer may still touch its memory, as far as its handle says."""
         handle = self.rooms[room]._room
         handle.wait_released(PATIENCE_S)
         handle.status &= 0x7F
 
-    def release_withheld(self, room: int) -> None:
+    def release_withheld(self, room):
         self.rooms[room]._room.status |= 0x80
 
-    def hold_writes(self) -> None:
+    def hold_writes(self):
         """From now on the node does not learn that its writes are over."""
         transport = self.manager.node.transport
         self._poll, transport.poll = transport.poll, list
 
-    def let_go(self) -> None:
+    def let_go(self):
         self.manager.node.transport.poll = self._poll
         self.manager.node.driver.kick()
 
     def waits(self) -> tuple[float, float]:
         return self.manager.node.config.wait_s, self.manager.node.config.transfer_s
 
-    def break_node(self) -> None:
+    def break_node(self):
         self.manager.node.driver.fail(RuntimeError("a turn failed"))
 
-    def prefix(self, room: int) -> int:
+    def prefix(self, room):
         return self.rooms[room].pop_decode_prefix_len()
 
-    def refuse_to_wait(self) -> None:
+    def refuse_to_wait(self):
         """From now on whoever waits for the node fails: SGLang's scheduler has other requests to serve."""
 
-        def waits(*_: object) -> None:
+        def waits(*_):
             raise AssertionError("the scheduler waits")
 
         self.manager.node.wait_for = waits
 
-    def call(self, room: int, other: int) -> None:
+    def call(self, room, other):
         """The test knows that request by another number from now on: its own comes again."""
         for known in (self.rooms, self.items):
             if room in known:
                 known[other] = known.pop(room)
 
-    def errors_of(self, name: str, room: int) -> list[str]:
+    def errors_of(self, name, room) -> list[str]:
         """What pdstage logs as errors during that call."""
         said: list[str] = []
         handler = logging.Handler(logging.ERROR)
@@ -307,44 +306,44 @@ class Rank:
             logging.getLogger("pdstage").removeHandler(handler)
         return said
 
-    def launch(self, stream: str, work: str) -> None:
+    def launch(self, stream, work):
         """The scheduler launches `work` on that stream of its device."""
         getattr(self.scheduler, stream).launch(work)
 
-    def end(self, work: str) -> None:
+    def end(self, work):
         """It is over, and what was computed is in the caches."""
         self.scheduler.forward_stream.synchronize()
         Stream.under_way.discard(work)
 
-    def latency(self, room: int) -> float | None:
+    def latency(self, room) -> float | None:
         return self.rooms[room].get_transfer_metric().transfer_latency_s
 
-    def given_up(self, room: int) -> bool:
+    def given_up(self, room):
         """Whether the node has ended the room, or the room was complete before it could."""
         return self.rooms[room]._room.state in (KVPoll.Failed, KVPoll.Success)
 
     # Prefill.
 
-    def send_to(self, room: int, adapter: str | None = None) -> None:
+    def send_to(self, room, adapter: str | None = None):
         request = self._request(room, adapter)
         self.queue.bootstrap_port = self.port
         prefill.PrefillBootstrapQueue.create_sender(self.queue, request, num_kv_heads=4)
         self.rooms[room] = request.disagg_kv_sender
 
-    def compute(self, room: int, start: int, stop: int) -> None:
+    def compute(self, room, start, stop):
         """Prefill's forward pass: tokens `[start, stop)` are in the caches, and the states are those after them."""
         with torch.cuda.stream(self.scheduler.forward_stream):
             for _, held, at, positions in self._all(room, start, stop):
                 held.put(at, held.expected(room, positions))
 
-    def begin(self, room: int, n_tokens: int) -> int:
+    def begin(self, room, n_tokens):
         """`finalize_bootstrap`: the prefix that decode has, then `init`."""
         sender = self.rooms[room]
         prefix = sender.pop_decode_prefix_len()
         sender.init(prefill.kv_to_page_num(n_tokens - prefix, self.setup.page_size), room % ROWS)
         return prefix
 
-    def send(self, room: int, start: int, stop: int, last: bool) -> None:
+    def send(self, room, start, stop, last):
         """`_send_kv_chunk`: whole pages, but for the last chunk, which carries states and metadata."""
         if last or self.scheduler.enable_overlap:
             self._result()
@@ -359,7 +358,7 @@ class Rank:
         chunk = pages[start // page - first : stop_page - first]
         self.rooms[room].send(chunk, self._state_indices(room) if last else None, num_kv_tokens=stop - start)
 
-    def chunked(self, room: int, n_tokens: int, stop: int) -> None:
+    def chunked(self, room, n_tokens, stop):
         """The request's chunk up to `stop` was launched: `process_prefill_chunk`, and with overlap its result."""
         request = self._in_chunks(room, n_tokens)
         request.extend_end, self.scheduler.chunked_req = stop, request
@@ -368,18 +367,18 @@ class Rank:
             self._result()
             self.scheduler.send_kv_chunk(request, last_chunk=False, end_idx=request.tmp_end_idx)
 
-    def _result(self) -> None:
+    def _result(self):
         """The step's result is there: `process_batch_result_disagg_prefill` waits for it."""
         self.scheduler.forward_stream.synchronize()
 
-    def cached(self, room: int, n_tokens: int, stop: int) -> int:
+    def cached(self, room, n_tokens, stop):
         """`run_batch` of a request whose tokens up to `stop` were in the cache; up to where it was sent."""
         request = self._in_chunks(room, n_tokens)
         request.prefix_len = stop
         self.scheduler.maybe_send_cached_prefix_chunk(request, allow_send=True)
         return request.start_send_idx
 
-    def _in_chunks(self, room: int, n_tokens: int) -> Request:
+    def _in_chunks(self, room, n_tokens) -> Request:
         """The request as SGLang's methods read it; its pages are in the scheduler's table."""
         page, size = self.setup.page_size, self.memory.pool.size
         pages, first = self.items[room]["kv"]
@@ -397,19 +396,19 @@ class Rank:
 
     # Decode.
 
-    def ensure(self) -> bool:
+    def ensure(self):
         return self.manager.try_ensure_parallel_info(f"127.0.0.1:{self.port}")
 
-    def receive(self, room: int, adapter: str | None = None) -> None:
+    def receive(self, room, adapter: str | None = None):
         made = decode.DecodePreallocQueue._create_receiver_and_enqueue(self.queue, self._request(room, adapter))
         self.rooms[room] = made.kv_receiver
         self.rooms[room].init(0)
 
-    def bind(self, room: int, prefix: int = 0) -> None:
+    def bind(self, room, prefix=0):
         pages = self.items[room]["kv"][0]
         self.rooms[room].send_metadata(pages, room % ROWS, self._state_indices(room), decode_prefix_len=prefix)
 
-    def wrong(self, room: int, n_tokens: int) -> list[str]:
+    def wrong(self, room, n_tokens) -> list[str]:
         """Which tensors are not what the oracle says, and what of the metadata row is wrong."""
         found = []
         for component, held, at, positions in self._all(room, 0, n_tokens):
@@ -422,41 +421,41 @@ class Rank:
             found.append("hidden states")
         return found
 
-    def fill(self, room: int, n_tokens: int, number: int) -> None:
+    def fill(self, room, n_tokens, number):
         """The engine gives the room's memory to another request, which writes it."""
         with torch.cuda.stream(self.scheduler.forward_stream):
             for _, held, at, _ in self._all(room, 0, n_tokens):
                 held.put(at, number)
 
-    def holds(self, room: int, n_tokens: int, number: int) -> bool:
+    def holds(self, room, n_tokens, number):
         """Whether the room's memory is all `number`."""
         torch.cuda.synchronize()
         return all(bool((held.take(at) == number).all()) for _, held, at, _ in self._all(room, 0, n_tokens))
 
-    def _all(self, room: int, start: int, stop: int):
+    def _all(self, room, start, stop):
         """Of each component and tensor: the entries that hold these tokens of the room, and their positions."""
         for component, (items, first) in self.items[room].items():
             for held in self.memory.held[component]:
                 yield component, held, *self.memory.entries(held, items, first, range(start, stop))
 
-    def defer(self, room: int) -> None:
+    def defer(self, room):
         """`pop_transferred` of a failed room: the abort is told if decode did not tell it, and memory is kept."""
         receiver = self.rooms[room]
         assert receiver.kv_mgr.enable_deferred_decode_kv_release
         if not receiver.abort_notified:
             receiver.ensure_abort_notified(force_arm=True)
 
-    def safe(self, room: int) -> bool:
+    def safe(self, room):
         """`resolve_deferred_releases`: whether the room's memory may go back to the pool."""
         receiver = self.rooms[room]
         return self.manager.is_abort_release_safe(receiver.number, len(receiver.bootstrap_infos))
 
-    def release(self, room: int) -> None:
+    def release(self, room):
         """`_do_release`."""
         self.manager.clear_deferred_abort_state(self.rooms[room].number)
         self.rooms.pop(room).clear()
 
-    def find(self, port: int) -> None:
+    def find(self, port):
         """Prefill's bootstrap server is there now."""
         self.port = port
 
@@ -485,7 +484,7 @@ class Rank:
         torch.ones(1, device=stubs.DEVICE).item()  # with an operator the double frees what those before it held
         return threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
 
-    def enqueue(self, room: int, restore: str) -> None:
+    def enqueue(self, room, restore):
         """The request is in SGLang's own queue of those in transfer; `restore` is what became of the part of its prefix
         that decode's HiCache was to load itself.
         """
@@ -499,22 +498,22 @@ class Rank:
         self.transfers.resolve_deferred_releases()
         return self.transfers.told
 
-    def told(self, name: str) -> float | None:
+    def told(self, name) -> float | None:
         """What SGLang's metrics say of this rank, as they are scraped."""
         labels = {label: str(value) for label, value in self.metrics.collector.labels.items()}
         return prometheus_client.REGISTRY.get_sample_value(f"sglang:kv_transfer_{name}", labels)
 
-    def exported(self, name: str, labels: dict[str, str]) -> float:
+    def exported(self, name, labels: dict[str, str]):
         """The same of all that its node exports."""
         return Samples(get(self.manager.operated.address))(name, **labels)
 
-    def sleep(self) -> None:
+    def sleep(self):
         self.manager.deregister_buffer_to_engine()
 
-    def wake(self) -> None:
+    def wake(self):
         self.manager.register_buffer_to_engine()
 
-    def refusal(self, node: str, host: str = "", pools: bool = True) -> tuple[str, str, str] | None:
+    def refusal(self, node, host="", pools=True) -> tuple[str, str, str] | None:
         """What a node with those settings is refused with: the error's kind, the culprit and the remedy; on a host of
         that address, if given; without `pools` SGLang gave addresses only.
         """
@@ -534,7 +533,7 @@ class Rank:
 class Transfers(decode.DecodeTransferQueue):
     """SGLang's queue of one request; its scheduler, trees and allocators only keep in mind what they are told."""
 
-    def __init__(self, rank: Rank, request: decode.DecodeRequest) -> None:
+    def __init__(self, rank: Rank, request: decode.DecodeRequest):
         self.told: list[str] = []
         nothing = SimpleNamespace(unlock=lambda lock: None, free=lambda row: None)
         self.queue, self._deferred_releases = [request], []
@@ -553,26 +552,20 @@ class Transfers(decode.DecodeTransferQueue):
             ),
         )  # fmt: skip
 
-    def _release_request(self, request: decode.DecodeRequest) -> None:
+    def _release_request(self, request: decode.DecodeRequest):
         self.told.append("pages freed")
 
-    def _process_hicache_local_restores(self, requests: list[decode.DecodeRequest]) -> None:
+    def _process_hicache_local_restores(self, requests: list[decode.DecodeRequest]):
         """What became of them, the test says."""
 
 
-class Server:
-    """The process that has SGLang's bootstrap server: its launcher's."""
-
-    def __init__(self, port: int) -> None:
-        backend = utils.TransferBackend("pdstage")
-        self.server = utils.get_kv_class(backend, KVClassType.BOOTSTRAP_SERVER)(host="127.0.0.1", port=port)
-
-    def registered(self) -> int:
-        return self.server._registered_count
+def server(port):
+    """SGLang's bootstrap server, in a process of its own: its launcher's."""
+    return utils.get_kv_class(utils.TransferBackend("pdstage"), KVClassType.BOOTSTRAP_SERVER)("127.0.0.1", port)
 
 
-def serve(pipe: Connection, kind: str, what: object) -> None:
+def serve(pipe: Connection, kind, what):
     """A child's life."""
     os.environ.setdefault("SGLANG_HOST_IP", "127.0.0.1")
-    calls.serve(pipe, partial({"rank": Rank, "server": Server}[kind], what))
+    calls.serve(pipe, partial({"rank": Rank, "server": server}[kind], what))
     os._exit(0)

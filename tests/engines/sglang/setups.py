@@ -29,7 +29,7 @@ class Setup(NamedTuple):
     meeting: str = ""  # a path, the start of those of files through which ranks of one engine find each other
 
 
-def serve(*args: object) -> None:
+def serve(*args):
     """`ranks.serve`, in a process that has SGLang already."""
     stubs.install()
     import_module("tests.engines.sglang.ranks").serve(*args)

@@ -31,7 +31,7 @@ NEVER = {
 """What SGLang asks for before it uses it, and this backend has not."""
 
 
-def used(names: str) -> list[str]:
+def used(names):
     """The attributes that SGLang's queues and schedulers use of what has one of these names."""
     (root,) = find_spec("sglang").submodule_search_locations
     srt = Path(root, "srt")
@@ -40,8 +40,8 @@ def used(names: str) -> list[str]:
     return sorted({name for path in sources for pair in pattern.findall(path.read_text()) for name in pair if name})
 
 
-def test_the_classes_have_all_that_sglang_uses(installed):
-    with Fleet(1, 1, "mha", '{"path": "direct", "transport": "local"}') as fleet:
+def test_the_classes_have_all_that_sglang_uses():
+    with Fleet(1, 1) as fleet:
         fleet.announce(1)
         lacking = set()
         of_manager = used(MANAGER)
@@ -52,10 +52,9 @@ def test_the_classes_have_all_that_sglang_uses(installed):
             lacking |= set(rooms)
         lacking |= set.intersection(*missing)  # the others are of one role
         assert lacking == NEVER
-        fleet.bind(1, 40)
-        fleet.begin(1, 40)
-        fleet.compute(1, 0, 40, True)
-        fleet.finish(1, 40)
+        fleet.bind(1)
+        fleet.begin(1)
+        fleet.rest(1)
 
 
 @pytest.mark.parametrize("ours", CLASSES, ids=lambda one: one.__name__)

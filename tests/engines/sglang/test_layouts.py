@@ -20,8 +20,7 @@ from pdstage.integrations.options import trusts_layout
 from pdstage.integrations.sglang import memory
 from pdstage.integrations.sglang.pools import Pools
 from pdstage.integrations.sglang.writers import probes_of
-from pdstage.kernels import Pool
-from pdstage.layout import Layout, RowLevel
+from pdstage.layout import Layout
 from pdstage.layout.topology import Topology
 from pdstage.probe import prove_layout
 from tests.engines import stubs
@@ -42,7 +41,7 @@ def one_rank():
         yield
 
 
-def arguments(pool, *, page_size: int, requests: object = None, owner: object = None, draft: object = None) -> KVArgs:
+def arguments(pool, *, page_size, owner=None, draft=None):
     """As the schedulers' `_init_kv_manager` fills them in, for one rank; `owner` hands over pages in `pool`'s place."""
     args = KVArgs()
     args.gpu_id, args.page_size, args.kv_cache_dtype_str, args.num_draft_entries = setups.GPU, page_size, "auto", 0
@@ -50,31 +49,29 @@ def arguments(pool, *, page_size: int, requests: object = None, owner: object = 
     args.kv_layer_ids = build_kv_layer_ids(
         token_to_kv_pool=pool, draft_token_to_kv_pool=None, num_draft_entries=0, num_hidden_layers=4
     )
-    setup_state_kv_args(args, pool, draft, req_to_token_pool=requests)
-    args.pdstage_pools = (pool, draft, requests, owner or pool)
+    setup_state_kv_args(args, pool, draft, req_to_token_pool=None)
+    args.pdstage_pools = (pool, draft, None, owner or pool)
     return args
 
 
-def held(kind: str, tp: tuple[int, int] = (1, 0), mode: str = "decode") -> Memory:
+def held(kind, tp=(1, 0), mode="decode"):
     return Memory(setups.Setup(mode, tp[0], tp[1], 0, kind, PAGE.get(kind, 16), 8))
 
 
 def layout_of(
-    pool, *, page_size: int = 16, tp: tuple[int, int] = (1, 0), is_mla: bool = False, owner: object = None,
-    draft: object = None, config: object = PLAIN,
-) -> tuple[Layout, Pools]:  # fmt: skip
+    pool, *, page_size=16, tp=(1, 0), is_mla=False, owner=None, draft=None, config=PLAIN
+):  # fmt: skip
     args = arguments(pool, page_size=page_size, owner=owner, draft=draft)
     place = Topology(tp_size=tp[0], tp_rank=tp[1])
-    made: Pool = memory.pool_of(
+    made = memory.pool_of(
         args, place, SimpleNamespace(**vars(MODEL) | {"hf_config": config}), is_mla=is_mla, device=setups.KIND
     )
     return made.layout, Pools.of(args)
 
 
-def prove(pool, layout: Layout | None = None, **more: object):
+def proved(layout, pools):
     """What the manager does before it makes the node."""
-    believed, pools = layout_of(pool, **more)
-    return prove_layout(layout or believed, probes_of(layout or believed, pools))
+    return prove_layout(layout, probes_of(layout, pools))
 
 
 @pytest.mark.parametrize(
@@ -91,9 +88,8 @@ def test_sglangs_pools_are_proved_and_left_as_they_were(kind, tp, n_layers):
     for number, tensor in enumerate(tensors):
         tensor.copy_(torch.randn(tensor.shape).mul(40 + number).to(tensor.dtype))
     before = [tensor.clone() for tensor in tensors]
-    proof = prove(
-        made.pool, page_size=made.page_size, tp=tp, is_mla=kind in ("mla", "dsa", "hisparse"), owner=made.host
-    )
+    is_mla = kind in ("mla", "dsa", "hisparse")
+    proof = proved(*layout_of(made.pool, page_size=made.page_size, tp=tp, is_mla=is_mla, owner=made.host))
     assert len(proof.proved) == n_layers
     assert not proof.trusted
     assert all(
@@ -101,95 +97,62 @@ def test_sglangs_pools_are_proved_and_left_as_they_were(kind, tp, n_layers):
     )
 
 
-def changed(layout: Layout, **of_view: object) -> Layout:
-    """The layout, with every view of K and V changed in the same way."""
-    views = [replace(view, **{name: make(view) for name, make in of_view.items()}) for view in layout.views()]
-    return Layout.of(layout.regions, views)
-
-
-WRONG = {
-    "a page of half its tokens": lambda layout: changed(
-        layout, tokens_per_item=lambda v: v.tokens_per_item // 2, item_stride=lambda v: v.item_stride // 2,
-    ),
-    "K and V swapped": lambda layout: changed(
-        layout, key=lambda v: v.key._replace(role={"k": "v", "v": "k"}[v.key.role])
-    ),
-    "layers in another order": lambda layout: changed(layout, key=lambda v: v.key._replace(layer=1 - v.key.layer)),
-    "heads outside of tokens": lambda layout: changed(
-        layout, shard_stride=lambda v: v.width * v.tokens_per_item, rows=lambda v: (RowLevel(1, v.width),)
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
-def test_a_wrong_belief_is_refused_by_name(wrong):
-    made = held("mha")
-    layout, _ = layout_of(made.pool)
-    with pytest.raises(UsageError, match="is not laid out as pdstage believes|that no view covers") as refused:
-        prove(made.pool, wrong(layout))
-    assert "MHATokenToKVPool" in str(refused.value)
-    assert "kv of layer" in str(refused.value)
+def pool_of(dtype=torch.bfloat16):
+    return MHATokenToKVPool(
+        7 * 16, 16, dtype=dtype, head_num=HEADS, head_dim=32, layer_num=2, device=stubs.DEVICE,
+        enable_memory_saver=False, enable_alt_stream=False,
+    )  # fmt: skip
 
 
 class Later(MHATokenToKVPool):
     """A later release's: the class is another, and nothing is known of it."""
 
 
-def pool_of(kind: type = MHATokenToKVPool, dtype: torch.dtype = torch.bfloat16) -> MHATokenToKVPool:
-    return kind(
-        7 * 16, 16, dtype=dtype, head_num=HEADS, head_dim=32, layer_num=2, device=stubs.DEVICE,
-        enable_memory_saver=False, enable_alt_stream=False,
-    )  # fmt: skip
+UNKNOWN = "nothing proves how attention backend "
+OTHERWISE = {
+    "layers in another order": ("mha", "k_buffer", lambda it: it[::-1], "kv of layer 0' is not laid out .* MHATokenTo"),
+    "a class that nobody knows": ("mha", "__class__", lambda _: Later, f"{UNKNOWN}Later"),
+    "scales of quantized K and V": ("mha", "quant_method", lambda _: object(), f"{UNKNOWN}MHATokenToKVPool"),
+    "HiSparse's layers in another order": (
+        "hisparse", "data_refs", lambda it: it[::-1], "kv of layer 0' is not laid out as .* MLATokenToKVPoolHost",
+    ),
+    "HiSparse's pages of all layers": ("hisparse", "layout", lambda _: "page_first", f"{UNKNOWN}MLATokenToKVPoolHost"),
+}  # fmt: skip
+"""A kind of pool, an attribute of what hands over its pages, what that becomes, and what is said of it."""
 
 
-def test_a_class_that_nobody_knows_is_refused_unless_trusted(monkeypatch):
-    layout, pools = layout_of(pool_of(Later))
-    with pytest.raises(UsageError, match="nothing proves how attention backend Later") as refused:
-        prove_layout(layout, probes_of(layout, pools))
-    assert "trust_layout" in refused.value.remedy
-    assert len(prove_layout(layout, probes_of(layout, pools), trust_layout=True).trusted) == 2
-    monkeypatch.setenv("PDSTAGE_NODE", '{"trust_layout": true, "transport": "nixl"}')
-    assert trusts_layout({}, where="")
-    monkeypatch.setenv("PDSTAGE_NODE", '{"transport": "nixl"}')
-    assert not trusts_layout({}, where="")
+@pytest.mark.parametrize(("kind", "name", "make", "said"), OTHERWISE.values(), ids=OTHERWISE)
+def test_memory_that_is_otherwise_than_believed_is_refused_by_name(kind, name, make, said):
+    made = held(kind)
+    layout, pools = layout_of(made.pool, page_size=made.page_size, is_mla=kind == "hisparse", owner=made.host)
+    setattr(pools.owner, name, make(getattr(pools.owner, name, None)))
+    with pytest.raises(UsageError, match=said):
+        proved(layout, pools)
+
+
+def test_what_an_operator_trusts(monkeypatch):
+    for said, trusted in (('{"trust_layout": true, "transport": "nixl"}', True), ('{"transport": "nixl"}', False)):
+        monkeypatch.setenv("PDSTAGE_NODE", said)
+        assert trusts_layout({}, where="") is trusted
     monkeypatch.setenv("PDSTAGE_NODE", '{"trust_layout": "yes"}')
     with pytest.raises(UsageError, match="trust_layout of PDSTAGE_NODE is 'yes'"):
         trusts_layout({}, where="")
-
-
-def test_hisparses_pages_in_another_order_are_refused():
-    """A page of the host pool would be all layers of it; and a pool that nobody knows is none either."""
-    made = held("hisparse")
-    layout, pools = layout_of(made.pool, page_size=64, is_mla=True, owner=made.host)
-    made.host.data_refs = made.host.data_refs[::-1]
-    with pytest.raises(UsageError, match="kv of layer 0' is not laid out as .* MLATokenToKVPoolHost"):
-        prove_layout(layout, probes_of(layout, pools))
-    made.host.layout = "page_first"
-    with pytest.raises(UsageError, match="nothing proves how attention backend MLATokenToKVPoolHost"):
-        prove_layout(layout, probes_of(layout, pools))
 
 
 def test_states_that_lie_otherwise_than_they_read_are_refused():
     """As AMX's convolution wants them: SGLang says channels first, and memory has them last."""
     made = held("hybrid")
     conv = made.pool.mamba_pool.mamba_cache.conv
-    as_read = conv[0]
-    conv[0] = as_read.clone().transpose(-1, -2).contiguous().transpose(-1, -2)
+    conv[0] = conv[0].clone().transpose(-1, -2).contiguous().transpose(-1, -2)
     with pytest.raises(UsageError, match="mamba of layer 1.* is not laid out as pdstage believes"):
-        prove(made.pool)
+        proved(*layout_of(made.pool))
 
 
-def test_pages_of_which_parts_are_not_handed_over_are_refused():
-    """Scales of quantized K and V, and a window's index keys, are in none of the views, whatever the writer stores."""
-    made = held("mha")
-    layout, pools = layout_of(made.pool)
-    made.pool.quant_method = object()
-    with pytest.raises(UsageError, match="nothing proves how attention backend MHATokenToKVPool"):
-        prove_layout(layout, probes_of(layout, pools))
+def test_a_windows_index_keys_are_not_handed_over():
+    """They are in none of the views, whatever the writer stores."""
     window = held("swa")
     layout, _ = layout_of(window.pool)
-    latents = held("mla").pool
-    window.pool.full_kv_pool = window.pool.swa_kv_pool = latents
+    window.pool.full_kv_pool = window.pool.swa_kv_pool = held("mla").pool
     views = [replace(view, key=view.key._replace(role="latent")) for view in layout.views() if view.key.role == "k"]
     pools = Pools(window.pool, None, None, window.pool)
     assert {probe.write for probe in probes_of(Layout.of(layout.regions, views), pools)} == {None}
@@ -197,15 +160,12 @@ def test_pages_of_which_parts_are_not_handed_over_are_refused():
 
 def test_states_of_several_parts_that_are_not_told_move_between_equal_ranks_only():
     """Mamba 2 keeps x, B and C side by side, and SGLang does not say where they end."""
-    of_tp = []
-    for tp in ((1, 0), (2, 1)):
-        made = held("hybrid", tp)
-        made.pool.mamba_pool.conv_shard_groups = None
-        layout, pools = layout_of(made.pool, tp=tp)
-        prove_layout(layout, probes_of(layout, pools))
-        of_tp.append({view.axis for view in layout.views() if view.key.component == "mamba"})
-    assert {axis.name for axis in of_tp[1]} == {"rank"}
-    assert {axis.total for axis in of_tp[1]} == {2}
+    made = held("hybrid", (2, 1))
+    made.pool.mamba_pool.conv_shard_groups = None
+    layout, pools = layout_of(made.pool, tp=(2, 1))
+    proved(layout, pools)
+    axes = [view.axis for view in layout.views() if view.key.component == "mamba"]
+    assert {(axis.name, axis.total) for axis in axes} == {("rank", 2)}
 
 
 def test_a_rank_of_a_later_stage_names_its_layers_as_the_model_does():
@@ -213,10 +173,10 @@ def test_a_rank_of_a_later_stage_names_its_layers_as_the_model_does():
     made = Memory(setups.Setup("decode", 1, 0, 0, "mha", 16, 8, pp_size=2, pp_rank=1))
     layout, pools = layout_of(made.pool)
     assert {view.key.layer for view in layout.views()} == {1}
-    prove_layout(layout, probes_of(layout, pools))
+    proved(layout, pools)
 
 
-def sparse(start: int = 0, shares: list[bool] | None = None) -> DSATokenToKVPool:
+def sparse(start=0, shares=None):
     """Two layers, from `start` on, of which those that share another's top-k may have no index keys."""
     return DSATokenToKVPool(
         448, 64, dtype=torch.bfloat16, kv_lora_rank=64, qk_rope_head_dim=16, layer_num=2, device=stubs.DEVICE,
@@ -224,10 +184,10 @@ def sparse(start: int = 0, shares: list[bool] | None = None) -> DSATokenToKVPool
     )  # fmt: skip
 
 
-def indexed(pool, **more: object) -> list[int]:
+def indexed(pool, **more):
     """The layers of index keys, once they are proved."""
     layout, pools = layout_of(pool, page_size=64, is_mla=True, **more)
-    prove_layout(layout, probes_of(layout, pools))
+    proved(layout, pools)
     return sorted(view.key.layer for view in layout.views() if view.key.component == "dsa")
 
 
@@ -244,7 +204,7 @@ def test_layers_that_share_another_ones_top_k_have_no_keys_on_either_side():
     assert indexed(sparse(2), config=SPARSE) == indexed(sparse(2, [True, False]), config=SPARSE) == [3]
 
 
-def test_without_the_hook_nothing_starts(installed):
+def test_without_the_hook_nothing_starts():
     """The plugin's hook shows the pools; a loader that applies none of it gives addresses only."""
     child = Child("rank", setups.Setup("decode", 1, 0, 1))
     child.answer()
@@ -252,7 +212,7 @@ def test_without_the_hook_nothing_starts(installed):
     child.close()
 
 
-def states(*kinds: StateType) -> dict[str, object]:
+def states(*kinds):
     n = len(kinds)
     return {
         "state_types": list(kinds), "state_data_ptrs": [[5 << 20]] * n, "state_data_lens": [[4096]] * n,

@@ -12,32 +12,33 @@ from pdstage.integrations.sglang.plugin import polled
 from pdstage.integrations.sglang.receiver import PdStageKVReceiver
 from pdstage.integrations.sglang.sender import PdStageKVSender
 from pdstage.protocol.state import State
-from tests.engines.sglang.fleet import BOOTSTRAPPING, FAILED, SUCCESS, TRANSFERRING, WAITING, eventually, shared_fleet
+from tests.engines.sglang.fleet import (
+    BOOTSTRAPPING,
+    DIRECT,
+    FAILED,
+    SUCCESS,
+    TOKENS,
+    TRANSFERRING,
+    WAITING,
+    eventually,
+    shared_fleet,
+)
 
-NODE = '{"path": "direct", "transport": "local"}'
-TOKENS = 100
 LOOKS = 50
 
 
-fleet = shared_fleet(1, 1, "hybrid", NODE)
+fleet = shared_fleet(1, 1, "hybrid", DIRECT)
 
 
-def send_part(fleet, room: int) -> None:
-    fleet.open(room, TOKENS)
-    fleet.compute(room, 0, 64, False)
-
-
-def drop(fleet, room: int) -> None:
-    """Both schedulers after a failure, and decode gets its memory back."""
-    assert fleet.prefill.until(room, FAILED, SUCCESS) == FAILED
-    fleet.prefill.each("failure", room)
-    fleet.fails_at_decode(room)
+def send_part(fleet, room):
+    fleet.open(room)
+    fleet.first_chunk(room)
 
 
 def test_success_waits_until_the_memory_is_released(fleet):
     """At both sides: SGLang gives a request's pages to others as soon as it hears of its success."""
-    fleet.open(1, TOKENS)
-    fleet.compute(1, 0, TOKENS, True)
+    fleet.open(1)
+    fleet.compute(1)
     for engine in fleet.engines:
         engine.each("withhold", 1)
     for engine in fleet.engines:
@@ -45,8 +46,7 @@ def test_success_waits_until_the_memory_is_released(fleet):
         engine.each("release_withheld", 1)
     assert fleet.prefill.until(1, SUCCESS, FAILED) == SUCCESS
     assert fleet.prefill.each("latency", 1) != [None], "its duration is told"
-    fleet.finish(1, TOKENS)
-    fleet.forgets_all()
+    fleet.finish(1)
 
 
 def test_a_room_given_up_between_chunks_leaves_its_pages_at_once(fleet):
@@ -61,11 +61,11 @@ def test_a_room_given_up_between_chunks_leaves_its_pages_at_once(fleet):
     fleet.prefill.each("fill", 5, TOKENS, 7)
     assert fleet.decode.until(5, FAILED, SUCCESS) == FAILED
     fleet.prefill.each("let_go")
-    drop(fleet, 5)
-    fleet.forgets_all()
+    fleet.fails_at_prefill(5)
+    fleet.fails_at_decode(5)
 
 
-def sender_of(state: int, room: object) -> PdStageKVSender:
+def sender_of(state, room):
     """One rank's, whose last chunk was sent."""
     one = object.__new__(PdStageKVSender)
     one.kv_mgr = SimpleNamespace(status_lock=nullcontext(), failure_records={})
@@ -84,7 +84,7 @@ def test_ranks_that_are_done_or_have_nothing_to_send_fail_with_the_others():
     ranks = [sender_of(FAILED, rooms[0]), sender_of(SUCCESS, rooms[1]), sender_of(SUCCESS, None)]
     ranks.append(sender_of(SUCCESS, read))
 
-    def told() -> set[int]:
+    def told():
         polls = polled(lambda pollers: [min(one.poll() for one in pollers)] * 4, ranks)
         return set(polls)
 
@@ -104,15 +104,14 @@ def test_nothing_is_written_while_decode_may_still_write_its_pages(fleet, stream
     room = 6 if stream == "schedule_stream" else 26
     fleet.decode.each("launch", stream, "work")
     fleet.announce(room)
-    fleet.bind(room, TOKENS)
+    fleet.bind(room)
     assert {fleet.prefill.poll(room) for _ in range(LOOKS)} == {BOOTSTRAPPING}
     fleet.decode.each("end", "work")
-    fleet.begin(room, TOKENS)
-    fleet.compute(room, 0, TOKENS, True)
-    fleet.finish(room, TOKENS)
+    fleet.begin(room)
+    fleet.rest(room)
 
 
-def fail_in_transfer(fleet, room: int, known_as: int) -> None:
+def fail_in_transfer(fleet, room, known_as):
     """Decode gives the room up in mid transfer, and holds its memory: prefill does not say that its writes are over."""
     send_part(fleet, room)
     fleet.decode.each("abort", room)
@@ -133,7 +132,6 @@ def test_memory_of_a_later_room_of_a_name_is_held_on(fleet):
     fleet.prefill.each("let_go")
     eventually(lambda: all(fleet.decode.each("safe", 209)))
     assert fleet.decode.each("errors_of", "release", 209) == [[]]
-    fleet.forgets_all()
 
 
 def test_a_whole_room_whose_memory_never_comes_back_fails_its_request(monkeypatch):
@@ -172,8 +170,6 @@ def test_a_room_that_is_held_leaves_its_name_to_the_next(fleet):
     fleet.announce(10)
     eventually(lambda: all(fleet.decode.each("safe", 110)))
     fleet.decode.each("release", 110)
-    fleet.bind(10, TOKENS)
-    fleet.begin(10, TOKENS)
-    fleet.compute(10, 0, TOKENS, True)
-    fleet.finish(10, TOKENS)
-    fleet.forgets_all()
+    fleet.bind(10)
+    fleet.begin(10)
+    fleet.rest(10)

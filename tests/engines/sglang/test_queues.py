@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engines.sglang.fleet import FAILED, SUCCESS, eventually, shared_fleet
+from tests.engines.sglang.fleet import FAILED, SUCCESS, TOKENS, eventually, shared_fleet
 
-NODE = '{"path": "direct", "transport": "local"}'
-TOKENS = 100
 LOOKS = 50
 OVER = [["answered", "pages freed", "drained"]]
 
 
-fleet = shared_fleet(1, 1, "mha", NODE)
+fleet = shared_fleet(1, 1)
 
 
-def begin(fleet, room: int, restore: str = "ready") -> None:
-    fleet.open(room, TOKENS)
+def begin(fleet, room, restore="ready"):
+    fleet.open(room)
     fleet.decode.each("enqueue", room, restore)
 
 
@@ -34,16 +32,13 @@ def test_the_client_is_answered_at_once_and_pages_come_back_when_writes_are_over
     assert [fleet.decode.each("step") for _ in range(LOOKS)] == [[["answered"]]] * LOOKS
     fleet.prefill.each("let_go")
     eventually(lambda: fleet.decode.each("step"), lambda told: told == OVER)
-    assert fleet.prefill.until(room, FAILED) == FAILED
-    fleet.prefill.each("failure", room)
-    fleet.forgets_all()
+    fleet.fails_at_prefill(room)
 
 
 def test_a_prefix_that_hicache_cannot_load_fails_the_request_and_its_pages_come_back(fleet):
     """All that prefill sent has arrived, or is on its way: either side's writes are over first."""
     begin(fleet, 3, "failed")
-    fleet.compute(3, 0, TOKENS, True)
+    fleet.compute(3)
     eventually(lambda: fleet.decode.each("step"), lambda told: told == OVER)
     assert fleet.prefill.until(3, SUCCESS, FAILED) == SUCCESS
     fleet.prefill.each("clear", 3)
-    fleet.forgets_all()

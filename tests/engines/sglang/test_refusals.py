@@ -19,7 +19,7 @@ USUAL = {
 }  # fmt: skip
 
 
-def check(monkeypatch: pytest.MonkeyPatch, mode: DisaggregationMode, **told: object) -> None:
+def check(monkeypatch, mode, **told):
     """The check that a manager begins with, under SGLang's usual settings but for those told."""
     settings = SimpleNamespace(**USUAL | {name: told[name] for name in told if name in USUAL})
     for name in ("get_parallel", "get_disagg", "get_memory", "get_observability"):
@@ -50,25 +50,27 @@ def test_a_setting_of_sglang(monkeypatch, mode, setting, value, culprit):
     assert refused.value.remedy == "unset it"
 
 
-def test_hisparse_is_decodes_alone(monkeypatch):
-    check(monkeypatch, DECODE, enable_hisparse=True)
-    with pytest.raises(UsageError, match="--enable-hisparse at prefill"):
-        check(monkeypatch, PREFILL, enable_hisparse=True)
-    with pytest.raises(UsageError, match="--enable-hisparse with --enable-pd-role-switch"):
-        check(monkeypatch, DECODE, enable_hisparse=True, enable_pd_role_switch=True)
+CP, HISPARSE, SWITCH = {"attn_cp_size": 2}, {"enable_hisparse": True}, {"enable_pd_role_switch": True}
 
 
-def test_context_parallelism_is_prefills_alone(monkeypatch):
-    """SGLang's own assertion would end decode's scheduler at its first request."""
-    check(monkeypatch, PREFILL, attn_cp_size=2)
-    with pytest.raises(UsageError, match="--attn-cp-size.* at decode"):
-        check(monkeypatch, DECODE, attn_cp_size=2)
-    with pytest.raises(UsageError, match="--attn-cp-size.* at decode"):  # a switch that fails ends the engine
-        check(monkeypatch, PREFILL, attn_cp_size=2, enable_pd_role_switch=True)
+@pytest.mark.parametrize(
+    ("mode", "told", "culprit"),
+    [
+        (PREFILL, HISPARSE, "--enable-hisparse at prefill"),
+        (DECODE, HISPARSE | SWITCH, "--enable-hisparse with --enable-pd-role-switch"),
+        (DECODE, CP, "--attn-cp-size.* at decode"),  # SGLang's own assertion would end its scheduler at a request
+        (PREFILL, CP | SWITCH, "--attn-cp-size.* at decode"),  # a switch that fails ends the engine
+    ],
+)
+def test_what_one_role_has_alone(monkeypatch, mode, told, culprit):
+    check(monkeypatch, DECODE, **HISPARSE)
+    check(monkeypatch, PREFILL, **CP)
+    with pytest.raises(UsageError, match=culprit):
+        check(monkeypatch, mode, **told)
 
 
 @pytest.fixture(scope="module")
-def rank(installed):
+def rank():
     """A rank of decode, whose node is made anew; it needs no bootstrap server for that."""
     child = Child("rank", setups.Setup("decode", 1, 0, 1))
     child.answer()
@@ -117,7 +119,7 @@ def test_prefill_listens_where_its_bootstrap_server_does(host, dist_init, bind):
 
 
 @pytest.mark.parametrize(("options", "refused"), [((), False), (("--enable-pd-role-switch",), True)])
-def test_a_decode_engine_that_may_become_prefill_wants_keys_at_once(installed, options, refused):
+def test_a_decode_engine_that_may_become_prefill_wants_keys_at_once(options, refused):
     """A switch that fails ends the engine."""
     child = Child("rank", setups.Setup("decode", 1, 0, 1, options=options))
     child.answer()

@@ -7,20 +7,18 @@ import json
 import pytest
 
 from pdstage import Keys
-from tests.engines.sglang.fleet import FAILED, SUCCESS, Fleet
+from tests.engines.sglang.fleet import DIRECT, FAILED, SUCCESS, Fleet
 
-STAGED, DIRECT = '{"path": "staged", "transport": "nixl"}', '{"path": "direct", "transport": "local"}'
-
-
+STAGED = '{"path": "staged", "transport": "nixl"}'
 ENGINES = {
     "heads, TP 4 to 2, staged": (4, 2, "mha", STAGED),
-    "heads, TP 1 to 2, direct": (1, 2, "mha", DIRECT),
-    "heads, TP 2 to 2, direct": (2, 2, "mha", DIRECT),
+    "heads, TP 1 to 2, direct": (1, 2),
+    "heads, TP 2 to 2, direct": (2, 2),
     "conv and SSM states, TP 2 to 2, staged": (2, 2, "hybrid", STAGED),
     "sliding window, TP 2 to 1": (2, 1, "swa", STAGED),
     "conv and SSM states, TP 2 to 1": (2, 1, "hybrid", STAGED),
     "conv and SSM states, TP 1 to 2": (1, 2, "hybrid", DIRECT),
-    "latents, TP 2 to 1": (2, 1, "mla"),
+    "latents, TP 2 to 1": (2, 1, "mla", ""),
     "latents and index keys, TP 1 to 2": (1, 2, "dsa", "", 64),
     "latents to HiSparse's pages in host memory, TP 1 to 2": (1, 2, "hisparse", STAGED, 64),
     "two stages": (1, 1, "mha", DIRECT, 16, 0, 2),
@@ -52,10 +50,10 @@ def test_every_byte_of_whole_requests(engines):
 def test_unequal_pages_stop_decode_by_name():
     """SGLang's own refusal, at its first request, whatever a backend could do."""
     with pytest.raises(AssertionError, match="Page size mismatch: prefill server has page_size=16.*page_size=32"):
-        Fleet(2, 2, "mha", DIRECT, decode_page_size=32)
+        Fleet(2, 2, decode_page_size=32)
 
 
-def scale_file(path, tp_size: int, scale: float) -> str:
+def scale_file(path, tp_size, scale):
     """What `--quantization-param-path` reads: a scale for each layer of each rank."""
     of_ranks = {rank: dict.fromkeys(range(2), scale) for rank in range(tp_size)}
     said = {"model_type": "llama", "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": of_ranks}}
@@ -73,7 +71,7 @@ def test_quantized_pages_are_sent_between_equal_scales_only(tmp_path, here, ther
     others = (name, scale_file(tmp_path / "decode", 1, there))
     with Fleet(2, 1, "mha", STAGED, options=options, decode_options=others) as fleet:
         if here == there:
-            fleet.run(1, 100)
+            fleet.run(1)
             return
         fleet.announce(1)
         assert fleet.decode.until(1, FAILED, SUCCESS) == FAILED
@@ -92,4 +90,4 @@ def test_pages_that_go_back_while_a_peer_may_write_to_them_are_refused():
     """I2: with this setting SGLang would ask nobody before it takes a failed request's pages."""
     name = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
     with pytest.raises(AssertionError, match=name):
-        Fleet(1, 1, "mha", **{name: "0"})
+        Fleet(1, 1, **{name: "0"})

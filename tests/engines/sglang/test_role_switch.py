@@ -7,40 +7,39 @@ import pytest
 
 from tests.engines.sglang.fleet import Fleet, eventually
 
-TOKENS = 100
 SWITCH = ("--enable-pd-role-switch",)
 
 
 @pytest.mark.parametrize(
     "engines",
     [
-        pytest.param((2, 1, "mha", '{"path": "direct", "transport": "local"}'), id="heads, TP 2 and 1, direct"),
+        pytest.param((2, 1), id="heads, TP 2 and 1, direct"),
         pytest.param((1, 1, "hybrid", '{"path": "staged", "transport": "nixl"}'), id="conv and SSM states, staged"),
     ],
 )
-def test_two_engines_change_roles_and_change_back(installed, engines):
+def test_two_engines_change_roles_and_change_back(engines):
     """Every byte of what goes the other way is right, and of what goes as before."""
     with Fleet(*engines, options=SWITCH) as fleet:
-        fleet.run(1, TOKENS, chunks=2)
+        fleet.run(1, chunks=2)
         fleet.switch()
-        fleet.run(2, TOKENS, chunks=2)
-        fleet.run(1, TOKENS)
+        fleet.run(2, chunks=2)
+        fleet.run(1)
         fleet.switch()
-        fleet.run(3, TOKENS)
-        fleet.run(1, TOKENS)
+        fleet.run(3)
+        fleet.run(1)
         fleet.forgets_all()
 
 
-def test_an_engine_that_switches_keeps_nothing_of_its_last_role(installed):
+def test_an_engine_that_switches_keeps_nothing_of_its_last_role():
     """Threads and files of a process come back to what they were, whatever connection is open at the moment."""
-    with Fleet(1, 1, "mha", '{"path": "direct", "transport": "local"}', options=SWITCH) as fleet:
+    with Fleet(1, 1, options=SWITCH) as fleet:
 
-        def switch_twice() -> None:
+        def switch_twice():
             for number in range(2):
                 fleet.switch()
-                fleet.run(number, TOKENS)
+                fleet.run(number)
 
-        def kept() -> list[tuple[int, int]]:
+        def kept():
             return fleet.prefill.each("kept") + fleet.decode.each("kept")
 
         switch_twice()

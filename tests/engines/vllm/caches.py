@@ -38,18 +38,18 @@ if TYPE_CHECKING:
 N_HEADS, HEAD_SIZE = LLAMA["num_key_value_heads"], LLAMA["head_dim"]
 
 
-def full(tp: int, block_size: int, **more: Any) -> dict[str, KVCacheSpec]:
+def full(tp, block_size, **more) -> dict[str, KVCacheSpec]:
     """A rank's two layers of attention."""
     return {f"model.layers.{i}.self_attn.attn": attention(tp, block_size, **more) for i in range(2)}
 
 
-def attention(tp: int, block_size: int, kind: Any = FullAttentionSpec, **more: Any) -> KVCacheSpec:
+def attention(tp, block_size, kind=FullAttentionSpec, **more) -> KVCacheSpec:
     heads = more.pop("num_kv_heads", max(1, N_HEADS // tp))
     given = {"head_size": HEAD_SIZE, "dtype": torch.float16, **more}
     return kind(block_size=block_size, num_kv_heads=heads, **given)
 
 
-def until(done: Callable[[], object], says: str = "") -> None:
+def until(done: Callable[[], object], says=""):
     end = time.monotonic() + PATIENCE_S
     while not done():
         assert time.monotonic() < end, says
@@ -76,7 +76,7 @@ class Side:
     bind: Callable[[VllmConfig, dict[str, torch.Tensor]], None] | None = None
     """Puts layers with these caches where vLLM's model runner has them."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.configs = [self.config(rank) for rank in range(self.tp)]
         specs = [self.specs(self.tp, self.block_size)] * self.tp
         groups = get_global_kv_cache_groups(self.configs[0], specs)
@@ -99,7 +99,7 @@ class Side:
             self.close()
             raise
 
-    def config(self, rank: int) -> VllmConfig:
+    def config(self, rank) -> VllmConfig:
         self.path.mkdir(exist_ok=True)
         (self.path / "config.json").write_text(json.dumps(self.model))
         told = {"transport": "local", "staging_nbytes": 1 << 20, **self.extra}
@@ -112,7 +112,7 @@ class Side:
         made.cache_config.kv_cache_layout = self.layout
         return made
 
-    def _register(self) -> None:
+    def _register(self):
         for made, worker, caches in zip(self.configs, self.workers, self.caches, strict=True):
             if self.bind is not None:
                 self.bind(made, caches)
@@ -120,17 +120,17 @@ class Side:
         told = {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
         self.scheduler.set_xfer_handshake_metadata_pp_aware({k: one for k, one in told.items() if one is not None})
 
-    def connector(self, role: KVConnectorRole, rank: int) -> PdStageConnector:
+    def connector(self, role: KVConnectorRole, rank) -> PdStageConnector:
         return KVConnectorFactory.create_connector(self.configs[rank], role, self.plan)
 
-    def close(self) -> None:
+    def close(self):
         for one in (*self.workers, self.scheduler):
             one.shutdown()
 
-    def held(self, blocks: Sequence[Sequence[int]], n_tokens: int, start: int = 0) -> dict[str, Any]:
+    def held(self, blocks: Sequence[Sequence[int]], n_tokens, start=0) -> dict[str, Any]:
         return {one.component: one.held(blocks[one.index], n_tokens, start) for one in self.groups}
 
-    def step(self, told: PdStageMetadata | None = None) -> Any:
+    def step(self, told: PdStageMetadata | None = None):
         """A step of each worker without a forward pass, in vLLM's order; what they say, one a rank."""
         results = []
         for worker in self.workers:
@@ -141,12 +141,16 @@ class Side:
             worker.clear_connector_metadata()
         return results
 
-    def view(self, rank: int, name: str, memory: torch.Tensor | None = None) -> torch.Tensor:
+    def turn(self):
+        """A step of what the scheduler tells."""
+        return self.step(self.scheduler.build_connector_meta(None))
+
+    def view(self, rank, name, memory: torch.Tensor | None = None) -> torch.Tensor:
         """`[page, head, row, byte]` of one rank's layer, of `memory` if that is given, which lies as its caches do."""
         cache = self.caches[rank][name].view(torch.uint8)
         return cache if memory is None else memory.as_strided(cache.shape, cache.stride(), cache.storage_offset())
 
-    def places(self, name: str, blocks: Sequence[int], tokens: range) -> tuple[torch.Tensor, torch.Tensor]:
+    def places(self, name, blocks: Sequence[int], tokens: range) -> tuple[torch.Tensor, torch.Tensor]:
         """Page and row of each token."""
         cache = self.caches[0][name]
         pages, rows = cache.shape[0] // self.plan.num_blocks, cache.shape[2]
@@ -156,12 +160,12 @@ class Side:
         at = np.asarray(blocks, np.int64)[block] * pages + row // rows
         return torch.from_numpy(at), torch.from_numpy(row % rows)
 
-    def spec(self, name: str) -> KVCacheSpec:
+    def spec(self, name) -> KVCacheSpec:
         spec = next(one.kv_cache_spec for one in self.plan.kv_cache_groups if name in one.layer_names)
         return spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
-def transfer(src: Side, dst: Side, name: str, sent: dict[str, Any], wanted: dict[str, Any]) -> set[str]:
+def transfer(src: Side, dst: Side, name, sent: dict[str, Any], wanted: dict[str, Any]) -> set[str]:
     """A request's life between the two engines' workers; the request ids that decode says failed."""
     room = f"{src.configs[0].kv_transfer_config.engine_id}:{name}"
     remote = Remote(room, src.scheduler.scheduler_side._address, src.configs[0].kv_transfer_config.engine_id)
@@ -170,7 +174,7 @@ def transfer(src: Side, dst: Side, name: str, sent: dict[str, Any], wanted: dict
     failed: set[str] = set()
     left = src.tp + dst.tp
 
-    def is_over() -> bool:
+    def is_over():
         nonlocal told, left
         for result in (*told, *src.step()):
             failed.update(result.failed_recving)

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
     from tests.engines.vllm import caches
-    from tests.engines.vllm.lives import Pair
 
 # Processes of engines are forked from one that has imported what all of them import.
 multiprocessing.set_forkserver_preload([
@@ -23,7 +19,7 @@ multiprocessing.set_forkserver_preload([
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def shared(tmp_path_factory):
     from tests.engines.vllm.lives import start  # noqa: PLC0415
 
     with start(tmp_path_factory.mktemp("shared")) as pair:
@@ -31,14 +27,14 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 @pytest.fixture
-def pair(shared: Pair) -> Iterator[Pair]:
+def pair(shared):
     """Engines for lives that leave them at rest."""
     yield shared
     shared.settle()
 
 
 @pytest.fixture
-def engines(tmp_path: Path) -> Callable[..., Pair]:
+def engines(tmp_path):
     """Makes engines of a test's own."""
     from tests.engines.vllm.lives import start  # noqa: PLC0415
 
@@ -46,13 +42,13 @@ def engines(tmp_path: Path) -> Callable[..., Pair]:
 
 
 @pytest.fixture
-def sides(tmp_path: Path) -> Iterator[Callable[..., caches.Side]]:
+def sides(tmp_path):
     """Makes engines' workers, which are closed in the end."""
     from tests.engines.vllm.caches import Side, full  # noqa: PLC0415
 
     made: list[caches.Side] = []
 
-    def make(role: str, specs: Any = full, **given: Any) -> caches.Side:
+    def make(role, specs=full, **given) -> caches.Side:
         made.append(Side(tmp_path, role, specs, **given))
         return made[-1]
 
@@ -62,10 +58,10 @@ def sides(tmp_path: Path) -> Iterator[Callable[..., caches.Side]]:
 
 
 @pytest.fixture
-def src(sides: Callable[..., caches.Side]) -> caches.Side:
+def src(sides):
     return sides("kv_producer")
 
 
 @pytest.fixture
-def dst(sides: Callable[..., caches.Side]) -> caches.Side:
+def dst(sides):
     return sides("kv_consumer")

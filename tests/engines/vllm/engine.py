@@ -31,7 +31,7 @@ class Ranks(Executor):
 
     pipes: Sequence[Connection] = ()
 
-    def _init_executor(self) -> None:
+    def _init_executor(self):
         for pipe in self.pipes:  # they are up
             result(pipe)
 
@@ -41,7 +41,7 @@ class Ranks(Executor):
         timeout: float | None = None,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-        non_block: bool = False,
+        non_block=False,
     ) -> list[Any]:
         assert isinstance(method, str)
         assert not non_block
@@ -49,10 +49,10 @@ class Ranks(Executor):
             pipe.send((method, args, kwargs or {}))
         return [result(pipe) for pipe in self.pipes]
 
-    def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
+    def initialize_from_config(self, kv_cache_configs: list[Any]):
         self.collective_rpc("initialize_from_config", args=(kv_cache_configs,))
 
-    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
+    def execute_model(self, scheduler_output: SchedulerOutput, non_block=False):
         outputs = self.collective_rpc("execute_model", args=(scheduler_output,))
         assert self.kv_output_aggregator is not None
         stage = self.parallel_config.tensor_parallel_size * self.parallel_config.prefill_context_parallel_size
@@ -61,18 +61,18 @@ class Ranks(Executor):
         self.done.set_result(self.kv_output_aggregator.aggregate(outputs, output_rank=last))
         return self.done if non_block else self.done.result()
 
-    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
+    def sample_tokens(self, grammar_output, non_block=False):
         """Called where several batches are in flight: what the model computed is sampled already."""
         return self.done if non_block else self.done.result()
 
-    def check_health(self) -> None:
+    def check_health(self):
         pass
 
 
 class Engine:
     """An engine in its process: `EngineCore`, watched."""
 
-    def __init__(self, config: VllmConfig, pipes: Sequence[Connection]) -> None:
+    def __init__(self, config: VllmConfig, pipes: Sequence[Connection]):
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         Ranks.pipes = pipes
         self.core = EngineCore(config, Ranks, log_stats=True)
@@ -84,15 +84,15 @@ class Engine:
         free, preempt = self.scheduler._free_blocks, self.scheduler._preempt_request
         matched = self.scheduler.connector.get_num_new_matched_tokens
 
-        def counted(request: Any) -> None:
+        def counted(request):
             self.freed[request.request_id] += 1
             free(request)
 
-        def asked(request: Any, n_local: int) -> Any:
+        def asked(request, n_local):
             self.cached.setdefault(request.request_id, n_local)
             return matched(request, n_local)
 
-        def seen(*args: Any, **kwargs: Any) -> Any:
+        def seen(*args, **kwargs):
             self.preempted += 1
             return preempt(*args, **kwargs)
 
@@ -104,7 +104,7 @@ class Engine:
     def free_blocks(self) -> set[int]:
         return {block.block_id for block in self.manager.block_pool.blocks if not block.ref_cnt and not block.is_null}
 
-    def add(self, name: str, prompt: list[int], max_tokens: int, params: dict[str, Any] | None) -> None:
+    def add(self, name, prompt: list[int], max_tokens, params: dict[str, Any] | None):
         extra = {"kv_transfer_params": params} if params is not None else None
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, extra_args=extra)
         request = EngineCoreRequest(name, prompt, None, sampling, None, time.time(), None, None, None)
@@ -119,15 +119,15 @@ class Engine:
             for one in some.outputs
         ]
 
-    def ranks(self, method: str, *args: object) -> list[Any]:
+    def ranks(self, method, *args) -> list[Any]:
         """Each rank's answer."""
         return self.core.model_executor.collective_rpc(method, args=args)
 
-    def abort(self, name: str) -> None:
+    def abort(self, name):
         self.core.abort_requests([name])
         self.spoil()
 
-    def spoil(self) -> None:
+    def spoil(self):
         """What was freed and is no prefix any more may hold anything: it is given other bytes."""
         free = self.free_blocks()
         blocks = self.manager.block_pool.blocks
@@ -137,10 +137,10 @@ class Engine:
         if given:
             self.ranks("spoil", given, self.seed)
 
-    def busy(self) -> bool:
+    def busy(self):
         return bool(self.scheduler.has_requests())
 
-    def status(self, name: str) -> str | None:
+    def status(self, name) -> str | None:
         request = self.scheduler.requests.get(name)
         return None if request is None else request.status.name
 
@@ -165,14 +165,14 @@ class Engine:
         assert all(not block.ref_cnt for block in pool.blocks if not block.is_null)
         return dict(self.freed)
 
-    def preempt(self) -> None:
+    def preempt(self):
         """All that run begin anew, as when an operator resets the cache."""
         assert self.scheduler.running
         self.scheduler.reset_prefix_cache(
             reset_running_requests=True
         )  # spoiled by the next step, as it is vLLM's to write
 
-    def reset(self) -> bool:
+    def reset(self):
         """As an operator does after new weights were loaded."""
         return self.core.reset_prefix_cache(reset_connector=True)
 
@@ -187,6 +187,6 @@ class Engine:
     def groups(self) -> list[str]:
         return sorted(type(group.kv_cache_spec).__name__ for group in self.manager.kv_cache_config.kv_cache_groups)
 
-    def shutdown(self) -> None:
+    def shutdown(self):
         self.scheduler.shutdown()
         self.core.model_executor.shutdown()

@@ -22,23 +22,26 @@ from tests.processes import child
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from tests.engines.vllm.models import Side
 
     Tokens = list[int]
 
 
+TO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+TO_DECODE = {"do_remote_decode": False, "do_remote_prefill": True}
+
+
 class Remote:
     """An engine and its ranks, seen from the test."""
 
-    def __init__(self, side: Side, model: Path, scratch: Path, name: str) -> None:
+    def __init__(self, side: Side, model, scratch, name):
         self.side = side
         made = config(side, model)
         made.kv_transfer_config.engine_id = name  # type: ignore[union-attr]
         self.processes = []
 
-        def serve(make: Callable[[], object]) -> Any:
+        def serve(make: Callable[[], object]):
             """The test's end of a pipe to a process of what that makes."""
             process, pipe = child(calls.serve, make)
             self.processes.append(process)
@@ -53,15 +56,15 @@ class Remote:
         self.ended: dict[str, str] = {}
         self.params: dict[str, dict[str, Any] | None] = {}
 
-    def call(self, method: str, *args: Any) -> Any:
+    def call(self, method, *args):
         self.pipe.send((method, args, {}))
         return result(self.pipe)
 
-    def add(self, name: str, prompt: Tokens, max_tokens: int = 1, params: dict[str, Any] | None = None) -> None:
+    def add(self, name, prompt: Tokens, max_tokens=1, params: dict[str, Any] | None = None):
         self.tokens[name] = []
         self.call("add", name, prompt, max_tokens, params)
 
-    def step(self) -> bool:
+    def step(self):
         """One step; whether it gave anything."""
         outputs = self.call("step")
         for name, tokens, reason, params in outputs:
@@ -70,14 +73,14 @@ class Remote:
                 self.ended[name], self.params[name] = reason, params
         return bool(outputs)
 
-    def kill(self) -> None:
+    def kill(self):
         """The whole engine dies at once."""
         for process in self.processes:
             os.kill(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
         for process in self.processes:
             process.join()
 
-    def close(self) -> None:
+    def close(self):
         if all(process.is_alive() for process in self.processes):
             self.call("shutdown")
         self.pipe.close()
@@ -89,7 +92,7 @@ class Remote:
 class Pair:
     """A producer and a consumer."""
 
-    def __init__(self, producer: Side, consumer: Side, model: Path, scratch: Path) -> None:
+    def __init__(self, producer: Side, consumer: Side, model, scratch):
         self.p, self.d = (Remote(side, model, scratch, name) for side, name in ((producer, "p"), (consumer, "d")))
 
     def __enter__(self) -> Pair:
@@ -97,32 +100,31 @@ class Pair:
             result(side.pipe)  # both engines are up
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.p.close()
         self.d.close()
 
-    def prefill(self, name: str, prompt: Tokens) -> None:
+    def prefill(self, name, prompt: Tokens):
         """The proxy's first half."""
-        self.p.add(name, prompt, 1, {"do_remote_decode": True, "do_remote_prefill": False})
+        self.p.add(name, prompt, 1, TO_PREFILL)
 
-    def decode(self, name: str, prompt: Tokens, max_tokens: int = 4) -> None:
+    def decode(self, name, prompt: Tokens, max_tokens=4):
         """The proxy's second half, with what the producer answered."""
         self.d.add(name, prompt, max_tokens, json.loads(json.dumps(self.p.params[name])))
 
-    def both(self, name: str, prompt: Tokens, max_tokens: int = 4, *, decode: bool = True, room: str = "") -> None:
+    def both(self, name, prompt: Tokens, max_tokens=4, *, decode=True, room=""):
         """The two halves at once, as a proxy of Mooncake's connector asks for them; `room` if it is another's again."""
-        told = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": f"xfer-{room or name}"}
-        self.p.add(name, prompt, 1, told)
+        self.p.add(name, prompt, 1, TO_PREFILL | {"transfer_id": f"xfer-{room or name}"})
         if decode:
             self.decode_early(name, prompt, max_tokens, room)
 
-    def decode_early(self, name: str, prompt: Tokens, max_tokens: int = 4, room: str = "") -> None:
+    def decode_early(self, name, prompt: Tokens, max_tokens=4, room=""):
         """The second half, which knows the prefill engine only."""
         address, engine = self.p.call("directory")
         where = {"remote_bootstrap_addr": address, "remote_engine_id": engine, "transfer_id": f"xfer-{room or name}"}
-        self.d.add(name, prompt, max_tokens, {"do_remote_decode": False, "do_remote_prefill": True, **where})
+        self.d.add(name, prompt, max_tokens, TO_DECODE | where)
 
-    def until(self, done: Callable[[], bool], *sides: Remote) -> None:
+    def until(self, done: Callable[[], bool], *sides: Remote):
         """Steps the sides in turn until something is so."""
         deadline, idle_s = time.monotonic() + PATIENCE_S, 0.001
         while not done():
@@ -133,13 +135,13 @@ class Pair:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{[(one.side.role, one.ended, one.tokens) for one in (self.p, self.d)]}")
 
-    def whole(self, prompts: dict[str, Tokens], max_tokens: int = 4, *, early: bool = False) -> None:
+    def whole(self, prompts: dict[str, Tokens], max_tokens=4, *, early=False):
         """Requests from the proxy's first call to their last token; `early`: it asks both engines at once."""
         for name, prompt in prompts.items():
             self.both(name, prompt, max_tokens) if early else self.prefill(name, prompt)
         handed = set(prompts) if early else set()
 
-        def done() -> bool:
+        def done():
             for name in [name for name in prompts if name in self.p.ended and name not in handed]:
                 handed.add(name)
                 self.decode(name, prompts[name], max_tokens)
@@ -149,34 +151,34 @@ class Pair:
         for name, prompt in prompts.items():
             self.went_well(name, prompt, max_tokens)
 
-    def lengths(self, *lengths: int, seed: int, max_tokens: int = 12, early: bool = False) -> None:
+    def lengths(self, *lengths, seed, early=False):
         """`whole` for prompts of so many tokens."""
         asked = {f"{seed}-{len(one)}": one for one in prompts(*lengths, seed=seed)}
-        self.whole(asked, max_tokens, early=early)
+        self.whole(asked, 12, early=early)
 
-    def answered(self, name: str) -> None:
+    def answered(self, name):
         """Steps prefill until it has answered."""
         self.until(lambda: name in self.p.ended, self.p)
 
-    def prefilled(self, name: str, n: int, seed: int) -> Tokens:
+    def prefilled(self, name, n, seed) -> Tokens:
         """Prefill has answered; the prompt."""
         (prompt,) = prompts(n, seed=seed)
         self.prefill(name, prompt)
         self.answered(name)
         return prompt
 
-    def loading(self, name: str, n: int, seed: int) -> Tokens:
+    def loading(self, name, n, seed) -> Tokens:
         """Decode has allocated blocks, and told its workers to load."""
         prompt = self.prefilled(name, n, seed)
         self.load(name, prompt)
         return prompt
 
-    def load(self, name: str, prompt: Tokens) -> None:
+    def load(self, name, prompt: Tokens):
         self.decode(name, prompt)
         self.d.step()
         assert self.d.call("status", name) == "WAITING_FOR_REMOTE_KVS"
 
-    def half_way(self, name: str, n: int, seed: int) -> Tokens:
+    def half_way(self, name, n, seed) -> Tokens:
         """Prefill has computed two steps of a prompt, and handed over a part of it; decode waits for the rest."""
         (prompt,) = prompts(n, seed=seed)
         before = self.written()
@@ -188,35 +190,35 @@ class Pair:
         assert self.p.call("status", name) == "RUNNING"
         return prompt
 
-    def ends(self, name: str) -> None:
+    def ends(self, name):
         """Steps both until decode has ended it."""
         self.until(lambda: name in self.d.ended)
 
-    def served(self, name: str, prompt: Tokens) -> None:
+    def served(self, name, prompt: Tokens):
         """Steps both until the request has ended well."""
         self.ends(name)
         self.went_well(name, prompt)
 
-    def fails(self, name: str) -> None:
+    def fails(self, name):
         """Steps both until the request has failed at decode, and no token of it came."""
         self.ends(name)
         assert (self.d.ended[name], self.d.tokens[name]) == ("error", [])
 
-    def went_well(self, name: str, prompt: Tokens, max_tokens: int = 4) -> None:
+    def went_well(self, name, prompt: Tokens, max_tokens=4):
         """The request has ended at decode, which loaded all it could and went on from there."""
         assert self.d.ended[name] == "length", self.d.ended
         assert self.d.tokens[name] == continuation(prompt, max_tokens)
         assert self.loaded(name) >= len(prompt) - 1, "it was computed again, not loaded"
 
-    def loaded(self, name: str) -> int:
+    def loaded(self, name):
         """The tokens that decode did not compute."""
         return int(self.d.call("ranks", "admissions")[0][name])
 
-    def written(self) -> int:
+    def written(self):
         """Bytes that prefill's ranks have written to others."""
         return sum(self.p.call("ranks", "written"))
 
-    def settle(self) -> None:
+    def settle(self):
         """Both engines come to rest, hold nothing, and every byte of their pools is right."""
         sides = [side for side in (self.p, self.d) if side.processes[-1].is_alive()]
         self.until(lambda: not any(side.call("busy") for side in sides), *sides)
@@ -227,15 +229,15 @@ class Pair:
 
 
 def start(
-    folder: Path, producer: Side = PRODUCER, consumer: Side = CONSUMER, model: dict[str, Any] = LLAMA,
+    folder, producer: Side = PRODUCER, consumer: Side = CONSUMER, model: dict[str, Any] = LLAMA,
     kind: type[Pair] = Pair,
-) -> Any:  # fmt: skip
+):  # fmt: skip
     """Engines of that model."""
     (folder / "config.json").write_text(json.dumps(model))
     return kind(producer, consumer, folder, folder)
 
 
-def continuation(prompt: Tokens, n: int) -> Tokens:
+def continuation(prompt: Tokens, n) -> Tokens:
     """What one engine alone would answer."""
     tokens = list(prompt)
     for _ in range(n):
@@ -243,7 +245,7 @@ def continuation(prompt: Tokens, n: int) -> Tokens:
     return tokens[len(prompt) :]
 
 
-def prompts(*lengths: int, seed: int = 0) -> Iterator[Tokens]:
+def prompts(*lengths, seed=0) -> Iterator[Tokens]:
     """Prompts that share no prefix."""
     for number, length in enumerate(lengths):
         yield [(seed * 131 + number * 17 + at * 7 + at * at) % oracle.VOCABULARY for at in range(length)]

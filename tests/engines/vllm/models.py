@@ -25,7 +25,6 @@ from tests.engines import stubs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -78,7 +77,7 @@ PRODUCER = Side("kv_producer", 4, 16)
 CONSUMER = Side("kv_consumer", 2, 64, layout="LBHNC", n_blocks=24)
 
 
-def config(side: Side, model: Path) -> VllmConfig:
+def config(side: Side, model) -> VllmConfig:
     """vLLM's own, as its command line would make it."""
     load_general_plugins()
     shape = json.loads((model / "config.json").read_text())

@@ -29,21 +29,19 @@ def digests(tokens: Sequence[int]) -> NDArray[np.uint64]:
     return found
 
 
-def next_token(tokens: Sequence[int]) -> int:
+def next_token(tokens: Sequence[int]):
     """What the model samples after these tokens."""
     return int(digests(tokens)[-1] >> np.uint64(33)) % VOCABULARY
 
 
-def cells(
-    digest: NDArray[np.uint64], layer: int, heads: Sequence[int], nbytes: int, first: int = 0
-) -> NDArray[np.uint8]:
-    """`[digest, head, nbytes]`: the bytes [first, first + nbytes) of each cell."""
+def cells(digest: NDArray[np.uint64], layer, heads: Sequence[int], nbytes) -> NDArray[np.uint8]:
+    """`[digest, head, nbytes]`: the bytes of each cell."""
     with np.errstate(over="ignore"):
         mixed = (
             digest[:, None, None]
             + np.uint64(layer) * np.uint64(0x9E3779B97F4A7C15)
             + np.asarray(heads, np.uint64)[None, :, None] * np.uint64(0xC2B2AE3D27D4EB4F)
-            + np.arange(first, first + nbytes, dtype=np.uint64)[None, None, :] * np.uint64(0x165667B19E3779F9)
+            + np.arange(nbytes, dtype=np.uint64) * np.uint64(0x165667B19E3779F9)
         )
         mixed ^= mixed >> np.uint64(29)
         mixed *= np.uint64(0xBF58476D1CE4E5B9)

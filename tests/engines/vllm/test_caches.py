@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -25,55 +24,50 @@ from vllm.v1.kv_cache_interface import (
 from pdstage import Topology
 from pdstage.errors import UsageError
 from pdstage.integrations.vllm.caches import Caches
-from tests.engines.vllm.caches import HEAD_SIZE, N_HEADS, Side, attention, full, transfer
+from tests.engines.vllm.caches import HEAD_SIZE, N_HEADS, attention, full, transfer
 from tests.engines.vllm.models import LLAMA
 from tests.engines.vllm.workers import heads_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 N_TOKENS = 100
 
 
-def mla(tp: int, block_size: int) -> dict[str, KVCacheSpec]:
+def mla(tp, block_size):
     return full(tp, block_size, kind=MLAAttentionSpec, num_kv_heads=1, head_size=72)
 
 
-def nvfp4(tp: int, block_size: int) -> dict[str, KVCacheSpec]:
+def nvfp4(tp, block_size):
     """Data and scales of a head packed: 4 bits a value, a byte for each 16."""
     packed = HEAD_SIZE + 2 * HEAD_SIZE // 16
     return full(tp, block_size, dtype=torch.uint8, kv_quant_mode=KVQuantMode.NVFP4, state_content_bytes=packed)
 
 
-def drafted(tp: int, block_size: int) -> dict[str, KVCacheSpec]:
+def drafted(tp, block_size):
     """A drafter's layer, of the same number as one of the model's."""
     return full(tp, block_size) | {"draft.layers.0.self_attn.attn": attention(tp, block_size)}
 
 
-def windowed(tp: int, block_size: int) -> dict[str, KVCacheSpec]:
+def windowed(tp, block_size):
     swa = attention(tp, block_size, SlidingWindowSpec, sliding_window=40)
     return full(tp, block_size) | {f"model.layers.{i}.self_attn.attn": swa for i in (2, 3)}
 
 
-def chunked(tp: int, block_size: int) -> dict[str, KVCacheSpec]:
+def chunked(tp, block_size):
     local = attention(tp, block_size, ChunkedLocalAttentionSpec, attention_chunk_size=64)
     return full(tp, block_size) | {f"model.layers.{i}.self_attn.attn": local for i in (2, 3)}
 
 
 @pytest.fixture
-def pair(sides: Callable[..., Side]) -> Callable[..., tuple[Side, Side]]:
+def pair(sides):
     """Two engines of the same model."""
 
-    def make(src: Any, dst: Any, specs: Any, more: Any = None) -> tuple[Side, Side]:
+    def make(src, dst, specs, more=None):
         return sides("kv_producer", specs, **src), sides("kv_consumer", more or specs, **dst)
 
     return make
 
 
-def blocks_for(side: Side, n_tokens: int, first: int) -> list[list[int]]:
+def blocks_for(side, n_tokens, first):
     """A list for each group, of blocks that no other has; what a group holds no more is null."""
     made, rng = [], np.random.default_rng(first)
     free = list(rng.permutation(np.arange(1, side.plan.num_blocks)))
@@ -85,7 +79,7 @@ def blocks_for(side: Side, n_tokens: int, first: int) -> list[list[int]]:
     return made
 
 
-def check(src: Side, dst: Side, n_tokens: int = N_TOKENS, start: int = 0) -> None:
+def check(src, dst, n_tokens=N_TOKENS, start=0):
     """Moves a request from its token `start` on, and compares every byte of the destination. Where vLLM zeroes new
     blocks, what lies behind the last token is zero: vLLM leaves that to a connector.
     """
@@ -118,7 +112,7 @@ def check(src: Side, dst: Side, n_tokens: int = N_TOKENS, start: int = 0) -> Non
         assert torch.equal(memory.cpu(), right)
 
 
-def heads(side: Side, name: str, blocks: list[int], tokens: range) -> torch.Tensor:
+def heads(side, name, blocks, tokens):
     """`[token, head, byte]` of the whole model; of replicas the first."""
     page, row = side.places(name, blocks, tokens)
     parts = [side.view(rank, name).cpu()[page, :, row] for rank in range(side.tp)]
@@ -130,7 +124,7 @@ def heads(side: Side, name: str, blocks: list[int], tokens: range) -> torch.Tens
 
 @pytest.mark.parametrize("dst", LAYOUTS)
 @pytest.mark.parametrize("src", LAYOUTS)
-def test_every_layout_meets_every_other(pair, src: str, dst: str) -> None:
+def test_every_layout_meets_every_other(pair, src, dst):
     check(*pair({"layout": src, "tp": 2}, {"layout": dst, "block_size": 32}, full))
 
 
@@ -140,7 +134,7 @@ def test_every_layout_meets_every_other(pair, src: str, dst: str) -> None:
     ids=["4-2", "2-4", "2-1"],
 )
 @pytest.mark.parametrize("family", [full, mla, nvfp4, drafted, windowed, chunked])
-def test_every_family_at_unequal_tp_and_block_size(pair, family, src: Any, dst: Any) -> None:
+def test_every_family_at_unequal_tp_and_block_size(pair, family, src, dst):
     check(*pair(src, dst, family))
 
 
@@ -157,10 +151,10 @@ STATES = {  # the conv state's sections, in channels of the whole model; a rank'
 }
 
 
-def recurrent(kind: str, n_speculative: int = 0) -> Any:
+def recurrent(kind, n_speculative=0):
     """Two layers of states beside two of attention."""
 
-    def specs(tp: int, block_size: int) -> dict[str, KVCacheSpec]:
+    def specs(tp, block_size):
         spec = MambaSpec(
             block_size=block_size,
             shapes=STATES[kind][1](tp, n_speculative),
@@ -174,7 +168,7 @@ def recurrent(kind: str, n_speculative: int = 0) -> Any:
     return specs
 
 
-def states(side: Side, name: str, block: int) -> list[np.ndarray]:
+def states(side, name, block):
     """A block's conv state, the window alone and channels first, and its SSM state, of the whole model."""
     spec, convs, ssms = side.spec(name), [], []
     sections = STATES[spec.mamba_type.name][0]
@@ -191,7 +185,7 @@ def states(side: Side, name: str, block: int) -> list[np.ndarray]:
 
 
 @pytest.fixture(params=["SD", "DS"])
-def conv_order(request, monkeypatch) -> Iterator[None]:
+def conv_order(request, monkeypatch):
     monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", request.param)
     get_conv_state_layout.cache_clear()
     assert is_conv_state_dim_first() == (request.param == "DS")
@@ -202,12 +196,12 @@ def conv_order(request, monkeypatch) -> Iterator[None]:
 
 @pytest.mark.parametrize(("src", "dst"), [(4, 2), (1, 2), (2, 2)])
 @pytest.mark.parametrize("kind", ["MAMBA1", "MAMBA2", "GDN_ATTN"])
-def test_recurrent_states_at_unequal_tp(pair, conv_order: None, kind: str, src: int, dst: int) -> None:
+def test_recurrent_states_at_unequal_tp(pair, conv_order, kind, src, dst):
     """Each side may speculate as it likes: conv states have rows for that behind those of their window."""
     check(*pair({"tp": src}, {"tp": dst, "block_size": 32}, recurrent(kind, 2 * (src == 2)), recurrent(kind, src)))
 
 
-def test_states_of_unknown_order_move_whole_at_equal_tp(pair) -> None:
+def test_states_of_unknown_order_move_whole_at_equal_tp(pair):
     check(*pair({"tp": 2}, {"tp": 2}, recurrent("LINEAR")))
     src, dst = pair({"tp": 2, "extra": {"config": {"open_wait_s": 1.0}}}, {"tp": 1}, recurrent("LINEAR"))
     theirs, ours = blocks_for(src, N_TOKENS, 1), blocks_for(dst, N_TOKENS, 2)
@@ -215,30 +209,30 @@ def test_states_of_unknown_order_move_whole_at_equal_tp(pair) -> None:
 
 
 @pytest.mark.parametrize("n_heads", [1, 2])
-def test_more_ranks_than_heads(pair, n_heads: int) -> None:
+def test_more_ranks_than_heads(pair, n_heads):
     """Replicated heads: each of prefill's is sent once, each of decode's gets its copy."""
     model = LLAMA | {"num_key_value_heads": n_heads}
     specs = lambda tp, size: full(tp, size, num_kv_heads=max(1, n_heads // tp))  # noqa: E731
     check(*pair({"tp": 4, "model": model}, {"tp": 2, "model": model}, specs))
 
 
-def test_a_block_of_several_kernel_blocks(pair) -> None:
+def test_a_block_of_several_kernel_blocks(pair):
     check(*pair({"block_size": 64, "kernel_block_size": 16}, {"tp": 2, "block_size": 32}, full))
 
 
 @pytest.mark.parametrize("start", [16, 80])
-def test_a_prefix_that_is_there_is_not_sent(pair, start: int) -> None:
+def test_a_prefix_that_is_there_is_not_sent(pair, start):
     check(*pair({"tp": 2}, {"block_size": 16}, windowed), start=start)
 
 
-def caches_of(src: Side, n_pages: int, rows: int, plan: KVCacheConfig) -> Caches:
+def caches_of(src, n_pages, rows, plan):
     """vLLM's tensors of that many pages, of `rows` tokens each, under `plan`."""
     tensors = {name: torch.zeros(n_pages, N_HEADS, rows, 2 * HEAD_SIZE, dtype=torch.float16) for name in src.caches[0]}
     return Caches(tensors, plan, src.configs[0], Topology())
 
 
 @pytest.mark.parametrize("host_resident", [False, True])
-def test_the_pages_of_a_block(src: Side, host_resident: bool) -> None:
+def test_the_pages_of_a_block(src, host_resident):
     """HiSparse's group in host memory has blocks of its own number. kvcached's tensors span what they may grow to:
     memory that is only reserved makes no block larger.
     """

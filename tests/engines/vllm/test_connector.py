@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import socket
 import threading
-from typing import TYPE_CHECKING, Any
 from urllib.request import urlopen
 
 import pytest
@@ -37,20 +35,22 @@ from pdstage.integrations.vllm.metadata import PdStageMetadata, Receive, Remote,
 from pdstage.integrations.vllm.stats import PdStagePromMetrics, PdStageStats
 from pdstage.integrations.vllm.worker import Tasks
 from tests.engines.calls import PATIENCE_S
-from tests.engines.vllm.caches import Side, attention, transfer, until
+from tests.engines.vllm.caches import attention, transfer, until
+from tests.engines.vllm.lives import TO_DECODE, TO_PREFILL
 from tests.engines.vllm.test_caches import windowed
 from tests.processes import free_port
 from tests.watch.samples import Samples, get
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 N_TOKENS = 40
-TO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+ANSWER = TO_DECODE | {
+    "remote_engine_id": "p", "remote_room": "r", "remote_host": "h", "remote_port": 8998, "remote_num_tokens": N_TOKENS,
+}  # fmt: skip
+EARLY = TO_DECODE | {"remote_engine_id": "p", "transfer_id": "xfer", "remote_bootstrap_addr": "h:8998"}
+"""What a proxy hands on of an answer, and what one says that asks both engines at once."""
 BLOCKS = [[3, 5, 2]]
 
 
-def blocks_of(*ids: list[int], n_cached: int = 0) -> KVCacheBlocks:
+def blocks_of(*ids, n_cached=0):
     """What `update_state_after_alloc` is told, with `n_cached` blocks of each group found in the prefix cache."""
     groups = tuple([KVCacheBlock(block_id) for block_id in group] for group in ids)
     for at, group in enumerate(groups):
@@ -59,7 +59,7 @@ def blocks_of(*ids: list[int], n_cached: int = 0) -> KVCacheBlocks:
     return KVCacheBlocks(groups)
 
 
-def arrived(side: Side, params: dict[str, Any], *, name: str = "req-1", lora: str | None = None) -> Request:
+def arrived(side, params, *, name="req-1", lora=None):
     adapter = LoRARequest(lora, 1, f"/no/{lora}") if lora is not None else None
     sampling = SamplingParams(max_tokens=1)
     made = Request(name, list(range(N_TOKENS)), sampling, None, lora_request=adapter)
@@ -68,14 +68,14 @@ def arrived(side: Side, params: dict[str, Any], *, name: str = "req-1", lora: st
     return made
 
 
-def answered(src: Side, *, lora: str | None = None, is_alone: bool = True) -> dict[str, Any]:
+def answered(src, *, lora=None, is_alone=True):
     """What a prefill engine answers for a request that it has computed, through JSON as a proxy passes it on.
     `is_alone`: the connector is not beside one that knows no groups, in vLLM's MultiConnector.
     """
     return ended(src, arrived(src, TO_PREFILL, lora=lora), is_alone=is_alone)
 
 
-def ended(src: Side, done: Request, *, is_alone: bool = True) -> dict[str, Any]:
+def ended(src, done, *, is_alone=True):
     """The same, for a request that arrived before."""
     done.num_computed_tokens, done.status = done.num_prompt_tokens, RequestStatus.FINISHED_LENGTH_CAPPED
     if is_alone:
@@ -85,33 +85,41 @@ def ended(src: Side, done: Request, *, is_alone: bool = True) -> dict[str, Any]:
     return json.loads(json.dumps(params))
 
 
-def given_back(src: Side, name: str) -> None:
+def moved(src, dst, name="r"):
+    """A request goes from one to the other; that request, if it fails."""
+    return transfer(src, dst, name, src.held(BLOCKS, N_TOKENS), dst.held(BLOCKS, N_TOKENS))
+
+
+def asks(side, request, n_cached=0):
+    """What vLLM's scheduler asks first: how many more tokens are to come, and whether they load beside other steps."""
+    return side.scheduler.get_num_new_matched_tokens(request, n_cached)
+
+
+def stats(side):
+    return side.workers[0].get_kv_connector_stats()
+
+
+def given_back(src, name):
     """Waits until prefill gives that request's blocks back."""
     until(lambda: any(name in result.finished_sending for result in src.step()))
 
 
-def failed(dst: Side, told: PdStageMetadata) -> set[str]:
+def failed(dst, told):
     """The requests whose loads end in failure, once one has ended."""
-    (result,) = dst.step(told)
-    results = [result]
-
-    def ended() -> bool:
-        results.extend(dst.step())
-        return any(one.finished_recving for one in results)
-
-    until(ended)
+    results = dst.step(told)
+    until(lambda: results.extend(dst.step()) or any(one.finished_recving for one in results))
     (ended_with,) = [one for one in results if one.finished_recving]
     assert ended_with.finished_recving == ended_with.failed_recving
     return ended_with.failed_recving
 
 
-def allocate(dst: Side, wanted: Request, n: int) -> PdStageMetadata:
+def allocate(dst, wanted, n):
     """vLLM has given the request blocks, and `n` tokens are to come; what the workers are told."""
     dst.scheduler.update_state_after_alloc(wanted, blocks_of([7, 8, 9]), n)
     return dst.scheduler.build_connector_meta(None)
 
 
-def test_what_vllm_asks_of_the_class() -> None:
+def test_what_vllm_asks_of_the_class():
     assert supports_hma(PdStageConnector)
     assert PdStageConnector.get_required_kvcache_layout(None) is None
     assert not PdStageConnector.supports_sleep_mode(None)
@@ -120,7 +128,7 @@ def test_what_vllm_asks_of_the_class() -> None:
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
-def test_a_prefilled_request_keeps_its_blocks_and_tells_decode_where(src: Side, is_alone: bool) -> None:
+def test_a_prefilled_request_keeps_its_blocks_and_tells_decode_where(src, is_alone):
     params = answered(src, is_alone=is_alone)
     assert params["do_remote_prefill"]
     assert params["remote_num_tokens"] == N_TOKENS
@@ -129,13 +137,6 @@ def test_a_prefilled_request_keeps_its_blocks_and_tells_decode_where(src: Side, 
     assert told.sends["req-1"].held["kv"] == ((3, 5, 2), 0, (0, N_TOKENS), (2,))
     assert not src.scheduler.has_pending_push_work()
     assert params["remote_room"] != answered(src)["remote_room"], "an id that comes again is another room"
-
-
-@pytest.mark.parametrize("missing", ["remote_room", "remote_host", "remote_port", "remote_engine_id"])
-def test_an_answer_that_names_no_room_is_computed_here(src: Side, dst: Side, missing: str) -> None:
-    wanted = arrived(dst, answered(src) | {missing: None})
-    assert dst.scheduler.get_num_new_matched_tokens(wanted, 0) == (0, False)
-    assert not allocate(dst, wanted, 0)
 
 
 @pytest.mark.parametrize(
@@ -147,21 +148,20 @@ def test_an_answer_that_names_no_room_is_computed_here(src: Side, dst: Side, mis
         (f"{'a' * 64}@fd00::1", f"{'a' * 64}@[fd00::1]:8998"),
     ],
 )
-def test_a_router_writes_an_ipv6_host_with_or_without_brackets(dst: Side, host: str, address: str) -> None:
-    params = {"remote_room": "r", "remote_engine_id": "p", "remote_host": host, "remote_port": 8998}
-    wanted = arrived(dst, {"do_remote_prefill": True, "remote_num_tokens": N_TOKENS, **params})
-    assert dst.scheduler.get_num_new_matched_tokens(wanted, 0) == (N_TOKENS, True)
+def test_a_router_writes_an_ipv6_host_with_or_without_brackets(dst, host, address):
+    wanted = arrived(dst, ANSWER | {"remote_host": host})
+    assert asks(dst, wanted) == (N_TOKENS, True)
     (receive,) = allocate(dst, wanted, N_TOKENS).receives.values()
     assert receive.remote.address == address
     assert str(Address.parse(address, "tcp")) == address.rpartition("@")[2]
 
 
 @pytest.mark.parametrize(("there", "here"), [(None, "sql"), ("sql", None), ("sql", "chat"), ("sql", "sql")])
-def test_kv_of_another_adapter_is_computed_here(src: Side, dst: Side, there: str | None, here: str | None) -> None:
+def test_kv_of_another_adapter_is_computed_here(src, dst, there, here):
     """Prefill and decode may know different LoRA adapters by the name that a client gave, or one of them none."""
     params = answered(src, lora=there)
     wanted = arrived(dst, params, lora=here)
-    matched = dst.scheduler.get_num_new_matched_tokens(wanted, 0)
+    matched = asks(dst, wanted)
     if there == here:
         assert matched == (N_TOKENS, True)
         return
@@ -170,68 +170,58 @@ def test_kv_of_another_adapter_is_computed_here(src: Side, dst: Side, there: str
     assert wants == [(params["remote_room"], False)], "prefill need not hold it"
 
 
-def test_another_model_of_the_same_shape_is_refused(sides, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_model_of_the_same_shape_is_refused(sides, caplog):
     """Its KV would fit, and every answer be wrong; unless the operator says that the two go together."""
     other = sides("kv_consumer", extra={"model": {"weights": "0123", "name": "llama"}})
     same = sides("kv_consumer", extra={"model": {"name": None}})
     for decode, wait_s, failed in ((same, 300.0, set()), (other, 2.0, {"b"})):
         model = {"weights": "4567", "name": "llama"}
         source = sides("kv_producer", extra={"model": model, "config": {"open_wait_s": wait_s}})
-        assert transfer(source, decode, "b", source.held(BLOCKS, N_TOKENS), decode.held(BLOCKS, N_TOKENS)) == failed
+        assert moved(source, decode, "b") == failed
     assert "the model's weights is '4567' at prefill and '0123' at decode" in caplog.text
 
 
-@pytest.mark.parametrize("how", ["aborted before it was scheduled", "all of it was cached"])
-def test_a_room_that_decode_does_not_want_frees_prefill_at_once(src: Side, dst: Side, how: str) -> None:
+def test_a_room_that_decode_does_not_want_frees_prefill_at_once(src, dst):
+    """All of it was cached."""
     wanted = arrived(dst, answered(src))
-    src.step(src.scheduler.build_connector_meta(None))
-    if how == "all of it was cached":
-        assert dst.scheduler.get_num_new_matched_tokens(wanted, N_TOKENS) == (0, False)
-        dst.step(allocate(dst, wanted, 0))
-    else:
-        wanted.status = RequestStatus.FINISHED_ABORTED
-        dst.scheduler.request_finished_all_groups(wanted, ([],))
-        dst.step(dst.scheduler.build_connector_meta(None))
+    src.turn()
+    assert asks(dst, wanted, N_TOKENS) == (0, False)
+    dst.step(allocate(dst, wanted, 0))
     given_back(src, "req-1")
-    assert src.workers[0].get_kv_connector_stats().data["not_sent"] == []
+    assert stats(src).data["not_sent"] == []
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_samples_of_one_prompt_load_it_once(src: Side, dst: Side, caching: bool) -> None:
+def test_samples_of_one_prompt_load_it_once(src, dst, caching):
     """vLLM gives each its own copy of one answer, and a proxy may send it again: a room is received once. The others
     wait for it, and find its blocks in the prefix cache; without one they compute the prompt.
     """
     dst.scheduler.scheduler_side._shares_blocks = caching
     params = answered(src)
     first, second = (arrived(dst, params, name=name) for name in ("s0", "s1"))
-    assert dst.scheduler.get_num_new_matched_tokens(first, 0) == (N_TOKENS, True)
+    assert asks(dst, first) == (N_TOKENS, True)
     assert dst.scheduler.has_pending_push_work()
     n_waits = (None, False) if caching else (0, False)
-    assert dst.scheduler.get_num_new_matched_tokens(second, 0) == n_waits, "HiSparse gives blocks later"
+    assert asks(dst, second) == n_waits, "HiSparse gives blocks later"
     dst.scheduler.update_state_after_alloc(first, blocks_of([7, 8, 9]), N_TOKENS)
-    assert dst.scheduler.get_num_new_matched_tokens(second, 0) == n_waits, "while the first one loads"
+    assert asks(dst, second) == n_waits, "while the first one loads"
     step = dst.scheduler.build_connector_meta(None)
     assert set(step.receives) == {"s0"}
     assert [is_wanted for _, is_wanted in step.wants] == [True], "announced once, and not given up"
     dst.scheduler.update_connector_output(KVConnectorOutput(finished_recving={"s0"}))
-    assert dst.scheduler.get_num_new_matched_tokens(second, 0) == n_waits, "vLLM has not cached it yet"
+    assert asks(dst, second) == n_waits, "vLLM has not cached it yet"
     assert not dst.scheduler.build_connector_meta(None)
-    assert dst.scheduler.get_num_new_matched_tokens(second, 32 * caching) == (0, False)
+    assert asks(dst, second, 32 * caching) == (0, False)
     assert not allocate(dst, second, 0)
 
 
-@pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
-
-
-def test_data_parallel_replicas_share_the_first_one_s_directory(sides, dst: Side, port: int) -> None:
+def test_data_parallel_replicas_share_the_first_one_s_directory(sides, dst):
     """It is all that a router is told of, which sends a request to one by its number; the first may start last."""
+    port = free_port()
     replicas = [sides("kv_producer", extra={"port": port}, replica=number) for number in (1, 0)]
-    told: dict[int, str] = {}
+    told = {}
 
-    def asked() -> bool:
+    def asked():
         with urlopen(f"http://127.0.0.1:{port}/query", timeout=PATIENCE_S) as answer:
             entries = TypeAdapter(dict[int, EngineEntry]).validate_json(answer.read())
         told.update({number: entry.engine_id for number, entry in entries.items()})
@@ -240,17 +230,16 @@ def test_data_parallel_replicas_share_the_first_one_s_directory(sides, dst: Side
     until(asked)
     assert told == {number: f"kv_producer-engine_dp{number}" for number in range(2)}
     for side in replicas:
-        assert transfer(side, dst, f"r{side.replica}", side.held(BLOCKS, N_TOKENS), dst.held(BLOCKS, N_TOKENS)) == set()
+        assert not moved(side, dst, f"r{side.replica}")
         assert side.scheduler.scheduler_side._address == f"127.0.0.1:{port}"
 
 
 @pytest.mark.parametrize("why", ["external load balancing", "keys"])
-def test_replicas_behind_api_servers_of_their_own_have_directories_of_their_own(
-    sides, tmp_path: Path, port: int, why: str
-) -> None:
+def test_replicas_behind_api_servers_of_their_own_have_directories_of_their_own(sides, tmp_path, why):
     """With external load balancing each of a host's processes has local data-parallel rank 0. With keys no router can
     ask a directory, and each answer names its own.
     """
+    port = free_port()
     Keys.make(tmp_path / "cluster.key")
     keys = {"keys": str(tmp_path / "cluster.key")} if why == "keys" else {}
     for number in (1, 0):
@@ -260,10 +249,10 @@ def test_replicas_behind_api_servers_of_their_own_have_directories_of_their_own(
         assert ("@" in address) == (why == "keys")
 
 
-def test_an_abort_in_the_step_of_the_announcement(src: Side, dst: Side) -> None:
+def test_an_abort_in_the_step_of_the_announcement(src, dst):
     """Both are in one step's metadata; decode's blocks come back all the same, as a load that failed."""
     wanted = arrived(dst, answered(src))
-    dst.scheduler.get_num_new_matched_tokens(wanted, 0)
+    asks(dst, wanted)
     dst.scheduler.update_state_after_alloc(wanted, blocks_of([7, 8, 9]), N_TOKENS)
     wanted.status = RequestStatus.FINISHED_ABORTED
     dst.scheduler.request_finished_all_groups(wanted, ([7, 8, 9],))
@@ -273,7 +262,7 @@ def test_an_abort_in_the_step_of_the_announcement(src: Side, dst: Side) -> None:
     dst.scheduler.update_connector_output(KVConnectorOutput(finished_recving={"req-1"}))
     dst.scheduler.request_finished_all_groups(wanted, ([],))
     assert not dst.scheduler.build_connector_meta(None)
-    src.step(src.scheduler.build_connector_meta(None))
+    src.turn()
     given_back(src, "req-1")
 
 
@@ -281,23 +270,19 @@ def test_an_abort_in_the_step_of_the_announcement(src: Side, dst: Side) -> None:
     ("at", "address", "why"),
     [("dst", "no port in this", "no port in this"), ("src", "127.0.0.1:1", "this engine does not decode")],
 )
-def test_a_room_that_cannot_be_announced_fails_its_request_only(
-    src, dst, caplog, at: str, address: str, why: str
-) -> None:
+def test_a_room_that_cannot_be_announced_fails_its_request_only(src, dst, caplog, at, address, why):
     side, remote = {"src": src, "dst": dst}[at], Remote("room", address, "engine")
     assert failed(side, PdStageMetadata(receives={"r": Receive(remote, side.held(BLOCKS, N_TOKENS))})) == {"r"}
-    assert side.workers[0].get_kv_connector_stats().data["not_received"] == [1]
+    assert stats(side).data["not_received"] == [1]
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert said.startswith("request r is not received: ") and why in said
 
 
-def test_a_router_may_try_another_engine_under_its_transfer_id(dst: Side) -> None:
+def test_a_router_may_try_another_engine_under_its_transfer_id(dst):
     """The first one's engine is dead, and its request waits: the other loads from the engine that its own try names."""
-    told = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": "xfer"}
     for name in ("dead", "alive"):
-        where = {"remote_engine_id": name, "remote_bootstrap_addr": f"{name}:8998"}
-        wanted = arrived(dst, told | where, name=f"req-{name}")
-        assert dst.scheduler.get_num_new_matched_tokens(wanted, 0) == (N_TOKENS, True)
+        wanted = arrived(dst, EARLY | {"remote_bootstrap_addr": f"{name}:8998"}, name=f"req-{name}")
+        assert asks(dst, wanted) == (N_TOKENS, True)
     news = dst.scheduler.build_connector_meta(None)
     wants = [(remote.address, is_wanted) for remote, is_wanted in news.wants]
     assert wants == [("dead:8998", True), ("alive:8998", True)]
@@ -306,32 +291,37 @@ def test_a_router_may_try_another_engine_under_its_transfer_id(dst: Side) -> Non
 
 
 @pytest.mark.parametrize(
-    "told",
+    ("told", "name", "wrong"),
     [
-        {"transfer_id": ["x"], "remote_bootstrap_addr": "h:1", "remote_engine_id": "e"},
-        {"transfer_id": "x", "remote_bootstrap_addr": {}, "remote_engine_id": "e"},
-        {"transfer_id": "x", "remote_bootstrap_addr": "h:1", "remote_engine_id": 7},
-        {"remote_room": ["r"], "remote_engine_id": "e", "remote_host": "h", "remote_port": 1},
-        {"remote_room": "r", "remote_engine_id": "e", "remote_host": "h", "remote_port": 1, "remote_num_tokens": "12"},
-        {"remote_room": "r", "remote_engine_id": "e", "remote_host": "h", "remote_port": 1, "remote_num_tokens": 0.5},
-        {"remote_room": "r", "remote_engine_id": "e", "remote_host": ["h"], "remote_port": 1},
+        (EARLY, "transfer_id", ["x"]),
+        (EARLY, "remote_bootstrap_addr", {}),
+        (EARLY, "remote_engine_id", 7),
+        (ANSWER, "remote_engine_id", None),
+        (ANSWER, "remote_room", ["r"]),
+        (ANSWER, "remote_room", None),
+        (ANSWER, "remote_host", ["h"]),
+        (ANSWER, "remote_host", None),
+        (ANSWER, "remote_port", None),
+        (ANSWER, "remote_num_tokens", "12"),
+        (ANSWER, "remote_num_tokens", 0.5),
     ],
 )
-def test_a_clients_own_words_end_no_engine(dst: Side, caplog, told: dict[str, Any]) -> None:
+def test_a_clients_own_words_end_no_engine(dst, caplog, told, name, wrong):
     """vLLM takes `kv_transfer_params` as they come, and an exception here ends all requests."""
-    wanted = arrived(dst, {"do_remote_prefill": True} | told)
-    assert dst.scheduler.get_num_new_matched_tokens(wanted, 0) == (0, False)
+    wanted = arrived(dst, told | {name: wrong})
+    assert asks(dst, wanted) == (0, False)
     assert "name no request of a prefill engine: it is computed here" in caplog.text
+    assert not allocate(dst, wanted, 0)
 
 
-def test_a_node_that_failed_ends_the_worker_and_leaves_no_request_waiting(src: Side) -> None:
+def test_a_node_that_failed_ends_the_worker_and_leaves_no_request_waiting(src):
     src.step(PdStageMetadata(sends={"r": Send("room", src.held(BLOCKS, N_TOKENS))}))
     src.workers[0].worker_side.prefill.driver.fail(RuntimeError("a bug"))
     with pytest.raises(UsageError, match="this node failed before"):
         src.step()
 
 
-def test_a_call_that_raises_ends_the_worker_and_no_later_one_is_made(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_call_that_raises_ends_the_worker_and_no_later_one_is_made(caplog):
     """Calls are made by a thread whose waking takes no processor from the worker, and which nobody waits for."""
     tasks, may, made = Tasks(), threading.Event(), []
     tasks.put(lambda: made.append(may.wait(PATIENCE_S)))
@@ -347,16 +337,16 @@ def test_a_call_that_raises_ends_the_worker_and_no_later_one_is_made(caplog: pyt
     assert "a task of a worker's step failed" in caplog.text
 
 
-def test_decode_never_goes_on_from_less_than_it_asked_for(src: Side, dst: Side) -> None:
+def test_decode_never_goes_on_from_less_than_it_asked_for(src, dst):
     sent, wanted = src.held(BLOCKS, N_TOKENS - 1), dst.held(BLOCKS, N_TOKENS)
     assert transfer(src, dst, "r", sent, wanted) == {"r"}
-    assert dst.workers[0].get_kv_connector_stats().data["not_received"] == [1]
+    assert stats(dst).data["not_received"] == [1]
 
 
 FULL, SWA = attention(1, 16), attention(1, 16, SlidingWindowSpec, sliding_window=32)
 
 
-def test_a_group_loads_what_it_lacks_of_what_is_read() -> None:
+def test_a_group_loads_what_it_lacks_of_what_is_read():
     """A window's blocks may be gone where full attention's are cached: vLLM says so beside recurrent states."""
     cached, lacking = (blocks_of([7, 8, 9], n_cached=n).blocks[0] for n in (2, 0))
     full, window = Group(0, "kv", FULL), Group(1, "swa", SWA)
@@ -371,7 +361,7 @@ def test_a_group_loads_what_it_lacks_of_what_is_read() -> None:
     assert [recomputed_tokens([full, state], n) for n in (0, 1, 3)] == [1, 1, 2]
 
 
-def test_what_an_operator_says(sides, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_operator_says(sides, monkeypatch):
     monkeypatch.setenv("PDSTAGE_NODE", '{"staging_nbytes": 524288, "config": {"drain_s": 7, "hello_s": 3}}')
     side = sides("kv_both", extra={"config": {"hello_s": 4.0}, "path": "staged"})
     nodes = side.workers[0].worker_side.prefill, side.workers[0].worker_side.decode
@@ -380,10 +370,10 @@ def test_what_an_operator_says(sides, monkeypatch: pytest.MonkeyPatch) -> None:
         sides("kv_producer", extra={"pah": "staged"})
 
 
-def test_stats_add_up_and_reach_prometheus(src: Side, dst: Side) -> None:
-    assert transfer(src, dst, "r", src.held(BLOCKS, N_TOKENS), dst.held(BLOCKS, N_TOKENS)) == set()
-    told = [side.workers[0].get_kv_connector_stats() for side in (src, dst)]
-    assert src.workers[0].get_kv_connector_stats() is None
+def test_stats_add_up_and_reach_prometheus(src, dst):
+    assert not moved(src, dst)
+    told = [stats(side) for side in (src, dst)]
+    assert stats(src) is None
     both = PdStageConnector.build_kv_connector_stats().aggregate(told[0]).aggregate(told[1])
     shown = PdStageStats(data=json.loads(json.dumps(both.to_dict()))).reduce()
     assert shown["rooms sent"] == shown["rooms received"] == 1
@@ -401,48 +391,36 @@ def test_stats_add_up_and_reach_prometheus(src: Side, dst: Side) -> None:
     assert read("held_blocks") == 4, "a gauge stays until it is said anew"
 
 
-def test_a_rank_serves_all_that_its_nodes_export(sides) -> None:
+def test_an_engine_s_nodes_are_found_and_watched_by_name(sides):
     ports = [free_port(), free_port()]
-    src = sides("kv_producer", extra={"metrics_port": ports[0]})
-    dst = sides("kv_consumer", extra={"metrics_port": ports[1] - 1}, replica=1)
-    assert transfer(src, dst, "r", src.held(BLOCKS, N_TOKENS), dst.held(BLOCKS, N_TOKENS)) == set()
-    for port, role in zip(ports, ("prefill", "decode"), strict=True):
-        told = Samples(get(f"127.0.0.1:{port}"))
-        for name in ("pdstage_rooms_ended_total", "pdstage_room_seconds_count"):
-            assert told(name, engine="vllm", role=role, rank="0", outcome="success") == 1
-    with pytest.raises(UsageError, match=f"no metrics endpoint at 127.0.0.1:{ports[0]}"):
-        sides("kv_producer", extra={"metrics_port": ports[0]})
-
-
-def test_an_engine_s_nodes_are_found_and_drained_by_name(sides) -> None:
     with BootstrapServer() as directory:
-        extra, client = (
-            {"directory": directory.address, "metrics_port": 0, "metrics_host": "0.0.0.0"},
-            client_of(directory.address),
-        )
-        src = sides("kv_producer", extra=extra)
-        dst = sides("kv_consumer", extra=extra | {"instance": "d0"})
+        extra, client = {"directory": directory.address, "metrics_host": "0.0.0.0"}, client_of(directory.address)
+        src = sides("kv_producer", extra=extra | {"metrics_port": ports[0]})
+        with pytest.raises(UsageError, match=f"no metrics endpoint at 0.0.0.0:{ports[0]}"):
+            sides("kv_producer", extra=extra | {"metrics_port": ports[0]})
+        dst = sides("kv_consumer", extra=extra | {"metrics_port": ports[1] - 1, "instance": "d0"}, replica=1)
         until(lambda: len(members(client)) == 2, "both are listed")
         prefill, decode = sorted((one.advert for one in members(client)), key=lambda one: one.role, reverse=True)
         assert (prefill.instance, decode.instance, prefill.engine) == ("kv_producer-engine", "d0", "vllm")
         assert prefill.model == decode.model != ""
-        assert transfer(src, dst, "r", src.held(BLOCKS, N_TOKENS), dst.held(BLOCKS, N_TOKENS)) == set()
-        assert Samples(get(decode.metrics))("pdstage_node_info", engine="vllm", role="decode", rank="0") == 1
-        said = drain([one.endpoint for one in (prefill, decode)], wait_s=PATIENCE_S)
-        assert all(state.drained for state in said.values())
-        assert not members(client)
+        assert not moved(src, dst)
+        for one, port in zip((prefill, decode), ports, strict=True):
+            assert one.metrics.endswith(f":{port}")
+            told = Samples(get(one.metrics))
+            for name in ("pdstage_rooms_ended_total", "pdstage_room_seconds_count"):
+                assert told(name, engine="vllm", role=one.role, rank="0", outcome="success") == 1
 
 
-def test_a_room_that_decode_was_told_of_is_sent_though_prefill_drains(src: Side, dst: Side) -> None:
+def test_a_room_that_decode_was_told_of_is_sent_though_prefill_drains(src, dst):
     """Asked to drain while a request is computed, it serves that one, and names none afterwards."""
     node = src.workers[0].worker_side.prefill
     done = arrived(src, TO_PREFILL)
-    src.step(src.scheduler.build_connector_meta(None))
+    src.turn()
     assert not drain([node.socket.endpoint], wait_s=2.0)[node.socket.endpoint].drained
     wanted = arrived(dst, ended(src, done))
-    dst.scheduler.get_num_new_matched_tokens(wanted, 0)
+    asks(dst, wanted)
     told = dst.step(allocate(dst, wanted, N_TOKENS))
-    src.step(src.scheduler.build_connector_meta(None))
+    src.turn()
     until(lambda: told.extend(dst.step()) or any(one.finished_recving for one in told))
     assert not any(one.failed_recving for one in told)
     src.scheduler.update_connector_output(
@@ -454,31 +432,31 @@ def test_a_room_that_decode_was_told_of_is_sent_though_prefill_drains(src: Side,
     assert drain([node.socket.endpoint], wait_s=PATIENCE_S)[node.socket.endpoint].drained
 
 
-def test_what_lasts_is_seen_while_it_lasts(sides) -> None:
+def test_what_lasts_is_seen_while_it_lasts(sides):
     """A finished prefill that nobody asks for: its blocks and their age, until they are free."""
     src = sides("kv_producer", extra={"config": {"open_wait_s": 1.0}})
     held = src.held([[1, 2, 3]], N_TOKENS)
     src.step(PdStageMetadata(sends={"r": Send("room", held)}))
-    seen: list[dict[str, list[float]]] = []
+    seen = []
 
-    def ended() -> bool:
+    def ended():
         over = any("r" in result.finished_sending for result in src.step())
-        if not over and (told := src.workers[0].get_kv_connector_stats()) is not None:
-            seen.append(told.data)
+        told = None if over else stats(src)
+        if told is not None and told.data["requests_sending"] == [1]:
+            seen.append((told.data["held_blocks"], told.data["oldest_held_s"]))
         return over
 
     until(ended)
-    lasting = [data for data in seen if data["requests_sending"] == [1]]
-    assert {tuple(data["held_blocks"]) for data in lasting} == {(3,)}
-    ages = [data["oldest_held_s"][0] for data in lasting]
+    assert all(n_blocks == [3] for n_blocks, _ in seen)
+    ages = [age for _, (age,) in seen]
     assert ages == sorted(ages) and ages[-1] > ages[0] >= 0
-    last = src.workers[0].get_kv_connector_stats().data
+    last = stats(src).data
     assert (last["num_kv_expired_reqs"], last["not_sent"]) == ([1], [1])
     assert [last[name] for name in ("requests_sending", "held_blocks", "oldest_held_s")] == [[0], [0], [0.0]]
-    assert src.workers[0].get_kv_connector_stats() is None
+    assert stats(src) is None
 
 
-def test_a_prompt_of_tokens_and_embeddings_is_cut_as_a_whole(sides) -> None:
+def test_a_prompt_of_tokens_and_embeddings_is_cut_as_a_whole(sides):
     """vLLM's first model runner ends where they differ in length."""
     side = sides("kv_producer", windowed)
     mixed = Request("r", [1, 0, 0, 2], SamplingParams(max_tokens=9), None)

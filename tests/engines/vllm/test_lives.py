@@ -10,27 +10,23 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from msgspec import structs
 
 from pdstage.manager.calibration import Calibration
 from pdstage.plan.cost import CostModel
-from pdstage.tools.calibrate.caller import write
+from pdstage.tools.results import save
 from tests.engines.calls import PATIENCE_S
 from tests.engines.vllm.lives import continuation, prompts
 from tests.engines.vllm.models import CONSUMER, DEEPSEEK, GEMMA, LLAMA, PRODUCER, QWEN, Side
 from tests.rows import rows
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 IMPATIENT = {"hello_s": 5.0, "open_s": 5.0, "max_silence_s": 5.0, "drain_s": 5.0}
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["serial", "at once"])
-def test_requests_of_many_lengths(pair, early: bool):
+def test_requests_of_many_lengths(pair, early):
     """One token, whole blocks, ends in the middle, chunked prefill; all at once."""
     pair.lengths(1, 2, 15, 16, 17, 63, 64, 65, 100, 200, 300, seed=31 * early, early=early)
 
@@ -77,7 +73,7 @@ def test_an_abort_at_prefill_after_its_answer_takes_nothing_from_decode(pair):
 
 
 @pytest.mark.parametrize("when", ["half way", "unscheduled"])
-def test_an_abort_at_prefill_fails_what_decode_waits_for(pair, when: str):
+def test_an_abort_at_prefill_fails_what_decode_waits_for(pair, when):
     """Decode does not wait for a deadline."""
     name = f"given up {when}"
     if when == "half way":
@@ -96,7 +92,7 @@ def test_an_abort_at_decode_half_way(pair):
 
 @pytest.mark.parametrize("loads", [False, True], ids=["before the load", "during it"])
 @pytest.mark.parametrize("policy", rows(["fail", "recompute"], full={"recompute"}))
-def test_a_producer_that_died(engines, policy: str, loads: bool):
+def test_a_producer_that_died(engines, policy, loads):
     """No request goes on without its KV: it fails, or is computed, as the operator chose."""
     with engines(consumer=replace(CONSUMER, load_failure_policy=policy, limits=IMPATIENT)) as pair:
         prompt = pair.prefilled("orphan", 300, seed=11)
@@ -147,7 +143,7 @@ def test_a_request_that_waits_at_decode_is_held_at_prefill_and_one_that_was_lost
 
 
 @pytest.mark.parametrize("lease_s", [0.5, 10 * PATIENCE_S], ids=["lease", "abort"])
-def test_a_request_that_prefill_refused(engines, lease_s: float):
+def test_a_request_that_prefill_refused(engines, lease_s):
     """A proxy that asks both at once has sent decode's half already: it ends long before a room's own deadline, or with
     the proxy's abort.
     """
@@ -181,7 +177,7 @@ def test_pools_that_are_smaller_than_the_requests(engines):
 
 
 @pytest.mark.parametrize("heard", [True, False])
-def test_a_preemption_at_prefill_half_way(pair, heard: bool):
+def test_a_preemption_at_prefill_half_way(pair, heard):
     """What decode has stays right, though its blocks at prefill become others'; the rest comes from new ones."""
     name = f"preempted-{heard}"
     if heard:
@@ -245,7 +241,7 @@ def test_a_prefix_hit_of_full_attention_loads_only_the_rest_beside_a_state(engin
 
 
 @pytest.mark.parametrize("order", ["after", "before", "with the answer"])
-def test_decode_may_come_at_any_time(pair, order: str):
+def test_decode_may_come_at_any_time(pair, order):
     """Before prefill, after it, and by a proxy that named the room and hands the answer on all the same."""
     name = f"comes {order}"
     (prompt,) = prompts(150, seed=33)
@@ -275,7 +271,7 @@ def test_a_room_begins_before_its_request_is_scheduled(pair):
 
 @pytest.mark.parametrize("serial", [False, True], ids=["at-once", "serial"])
 @pytest.mark.parametrize("meanwhile", [False, True], ids=["after", "during"])
-def test_a_routers_retry_under_its_transfer_id_loads(pair, serial: bool, meanwhile: bool):
+def test_a_routers_retry_under_its_transfer_id_loads(pair, serial, meanwhile):
     """Prefill has computed the prompt again; what it held would be held in vain."""
     (prompt,) = prompts(150, seed=60 + 2 * serial + meanwhile)
     name = f"retried-{serial}-{meanwhile}"
@@ -310,20 +306,20 @@ def test_two_requests_of_one_room_are_sent_once(pair):
 # Engines and models that are less alike.
 
 
-def by_layers(folder: Path, side: Side) -> Side:
+def by_layers(folder, side):
     """A producer that hands over each layer by itself: it takes a chunk to cost next to nothing."""
     costs = {"nixl": structs.replace(CostModel.linear(1e9, 1e-6, 1e-5), chunk_s=1e-9)}
     path = folder / "costs.json"
     made = Calibration(version=1, made_at="now", prefill_host="p", decode_host="d", transports=costs)
-    write(made, path)
+    save(made, path)
     return replace(side, options={"calibration": str(path)})
 
 
-def producer(tp: int, **more: Any) -> Side:
+def producer(tp, **more):
     return Side("kv_producer", tp, more.pop("block_size", 16), **more)
 
 
-def consumer(tp: int, block_size: int = 64, **more: Any) -> Side:
+def consumer(tp, block_size=64, **more):
     return Side("kv_consumer", tp, block_size, n_blocks=96, **more)
 
 
@@ -338,7 +334,6 @@ STATES_FIRST = QWEN | {"layer_types": ["linear_attention"] * 2 + ["full_attentio
 STATES = QWEN | {"num_key_value_heads": 1}
 TURNS = {"interleave": 16}
 SHAPES = {
-    "tokens dealt, 2 of 4 to TP 2": (ONE_HEAD, producer(4, dcp=2), consumer(2)),
     "tokens dealt in 16s, 2 of 4 to TP 2": (ONE_HEAD, producer(4, dcp=2, **TURNS), consumer(2)),
     "tokens dealt, 2 of 2 to 4 of 4": (ONE_HEAD, producer(2, dcp=2, **TURNS), consumer(4, 32, dcp=4, **TURNS)),
     "tokens dealt beside states, 2 of 2 to TP 2": (STATES, producer(2, dcp=2), consumer(2)),
@@ -350,12 +345,12 @@ SHAPES = {
     "states in one stage, 4x1 to 2x2": (STATES_FIRST, PRODUCER, consumer(2, pp=2)),
 }
 # What others of the rows have too.
-SELDOM = {"tokens dealt, 2 of 4 to TP 2", "tokens dealt, 2 of 2 to 4 of 4", "a prompt on TP 2 to replicas"}
+SELDOM = {"tokens dealt, 2 of 2 to 4 of 4", "a prompt on TP 2 to replicas"}
 KINDS = {"sliding_attention": "SlidingWindowSpec", "linear_attention": "MambaSpec"}
 
 
 @pytest.mark.parametrize("shape", rows(SHAPES, full=SELDOM))
-def test_engines_that_are_less_alike(engines, shape: str):
+def test_engines_that_are_less_alike(engines, shape):
     """Two groups, of which one keeps its last 70 tokens or a state only; ranks that share the tokens, or a prompt's
     computation; stages, and those without layers of a group. Serial and at once; and given up, as each rank ends a
     request by itself.
@@ -375,7 +370,7 @@ def test_engines_that_are_less_alike(engines, shape: str):
 
 
 @pytest.mark.parametrize("model", [GEMMA, QWEN], ids=["windows", "states"])
-def test_layers_go_by_themselves(engines, tmp_path: Path, model: dict):
+def test_layers_go_by_themselves(engines, tmp_path, model):
     """Each as it is computed. A window's are preempted. A state is of just so many tokens: prefill's of fewer fails the
     request.
     """

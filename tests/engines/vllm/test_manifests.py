@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import yaml
 from vllm.config import ParallelConfig
 from vllm.entrypoints.common.cli_args import make_arg_parser
 from vllm.platforms import current_platform
@@ -15,21 +13,19 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from pdstage import DecodeNode, PrefillNode, environment
 from pdstage.integrations.vllm.settings import Settings
-from tests.test_architecture import ROOT
+from tests.docs.test_kubernetes import PODS, container
 
 
 @pytest.mark.parametrize(("name", "kind", "tp"), [("prefill", PrefillNode, 4), ("decode", DecodeNode, 2)])
-def test_arguments_and_environment_are_known(name: str, kind: type, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_and_environment_are_known(name, kind, tp, monkeypatch):
     monkeypatch.setattr(current_platform, "device_type", "cpu")
-    text = (ROOT / "docs" / "kubernetes" / f"{name}.yaml").read_text()
-    (pod,) = (one["spec"]["template"]["spec"] for one in yaml.safe_load_all(text) if "template" in one["spec"])
-    (container,) = pod["containers"]
-    variables = {one["name"]: one.get("value", "10.0.0.1") for one in container["env"]}
-    args = [re.sub(r"\$\((\w+)\)", lambda found: variables[found[1]], one) for one in container["args"]]
-    assert container["command"][:2] == ["vllm", "serve"]
+    one = container(PODS["vllm"][name])
+    variables = {each["name"]: each.get("value", "10.0.0.1") for each in one["env"]}
+    args = [re.sub(r"\$\((\w+)\)", lambda found: variables[found[1]], each) for each in one["args"]]
+    assert one["command"][:2] == ["vllm", "serve"]
     given = make_arg_parser(FlexibleArgumentParser()).parse_args(args)
     assert given.tensor_parallel_size == tp
     own = {one.name for one in environment.VARIABLES}
     assert {one for one in variables if one.startswith("PDSTAGE_")} <= own, "else each process warns of it"
-    made: Any = SimpleNamespace(kv_transfer_config=given.kv_transfer_config, parallel_config=ParallelConfig())
+    made = SimpleNamespace(kv_transfer_config=given.kv_transfer_config, parallel_config=ParallelConfig())
     assert Settings(made).node(kind)["transport"] == "nixl"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
 from vllm import SamplingParams
@@ -17,27 +16,22 @@ from vllm.v1.request import Request
 from pdstage.integrations.vllm import streams
 from pdstage.integrations.vllm.metadata import Chunk, PdStageMetadata, Receive, Remote, Send
 from tests.engines.calls import PATIENCE_S
-from tests.engines.vllm.caches import Side, until
+from tests.engines.vllm.caches import until
 from tests.engines.vllm.test_caches import recurrent
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from pdstage import Sender
 
 
 class Event:
     """Stands for a CUDA event, which cannot exist without a device: the forward pass goes on until it is `done`."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.done = False
 
-    def query(self) -> bool:
+    def query(self):
         return self.done
 
 
 @pytest.fixture
-def on_its_way(src: Side, dst: Side, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Side, Sender, Event]]:
+def on_its_way(src, dst, monkeypatch):
     """Prefill's worker has given a chunk to a room that decode has opened, and the forward pass still computes it."""
     side, event = src.workers[0].worker_side, Event()
     held = src.held([[3, 5, 2]], 40)
@@ -73,7 +67,7 @@ def test_a_group_of_layers_goes_once_a_later_layer_is_computed():
 
 
 @pytest.mark.parametrize("draft", [("draft_model.", range(5)), ("", [2])], ids=["from 0", "by the stage's layers"])
-def test_the_layers_of_a_draft_model_run_after_all_of_the_models(draft: tuple[str, Sequence[int]]):
+def test_the_layers_of_a_draft_model_run_after_all_of_the_models(draft):
     """A layer's number is all that says what is sent. EAGLE's counts from the number of the stage's layers on."""
     named = [("", range(4, 9)), draft]
     names = {f"{prefix}model.layers.{i}.self_attn.attn": i for prefix, numbers in named for i in numbers}
@@ -83,56 +77,39 @@ def test_the_layers_of_a_draft_model_run_after_all_of_the_models(draft: tuple[st
     assert groups.rest() == (0, 9)
 
 
-@pytest.fixture
-def step(src: Side, monkeypatch: pytest.MonkeyPatch):
+def step(src, monkeypatch):
     """Prefill's worker in a step that computes a chunk, and which layers of it it has sent."""
-    side, went = src.workers[0].worker_side, []
-    monkeypatch.setattr(side, "_stream", lambda start, stop, **_: went.append((start, stop)))
-    return side, PdStageMetadata(chunks={"r": Chunk(src.held([[3]], 16), 16)}), went
+    (worker,), went = src.workers, []
+    monkeypatch.setattr(worker.worker_side, "_stream", lambda start, stop, **_: went.append((start, stop)))
+    worker.bind_connector_metadata(PdStageMetadata(chunks={"r": Chunk(src.held([[3]], 16), 16)}))
+    return worker, went
 
 
 @pytest.mark.parametrize("ubatch_size", [0, 2])
-def test_halves_of_a_batch_pass_each_layer_by_themselves(step, monkeypatch, ubatch_size: int):
+def test_halves_of_a_batch_pass_each_layer_by_themselves(src, monkeypatch, ubatch_size):
     """vLLM's dual-batch overlap: one half is layers ahead of the other, whose tokens are not written yet."""
-    side, told, went = step
+    side = src.workers[0].worker_side
     monkeypatch.setattr(side.prefill, "pieces", lambda _: 2)
     monkeypatch.setattr(side._config.parallel_config, "ubatch_size", ubatch_size)
-    side.bound(told)
+    worker, went = step(src, monkeypatch)
     for i in range(2):
-        side.passed(f"model.layers.{i}.self_attn.attn")
-    side.computed()
+        worker.save_kv_layer(f"model.layers.{i}.self_attn.attn", None, None)
+    assert went == ([] if ubatch_size else [(0, 1)])
+    worker.wait_for_save()
     assert went == ([(0, 2)] if ubatch_size else [(0, 1), (1, 2)])
 
 
 @pytest.mark.parametrize("next_step", ["bound", "preempted"])
-def test_what_a_step_did_not_say_that_it_computed_goes_before_the_next(step, next_step: str):
+def test_what_a_step_did_not_say_that_it_computed_goes_before_the_next(src, monkeypatch, next_step):
     """vLLM's first model runner does not, on a pipeline stage before the last, if the last speculates."""
-    side, told, went = step
-    side.bound(told)
-    getattr(side, next_step)(PdStageMetadata(preempted={"r": False}))
+    worker, went = step(src, monkeypatch)
+    getattr(worker.worker_side, next_step)(PdStageMetadata(preempted={"r": False}))
     assert went == [(0, 2)]
-    side.computed()
-    assert went == [(0, 2)]
-
-
-def test_the_first_layers_are_on_their_way_before_the_step_ends(on_its_way, monkeypatch):
-    src, sender, event = on_its_way
-    event.done = True
-    (worker,) = src.workers
-    until(lambda: not sender.backlog_nbytes)
-    before = worker.worker_side.prefill.stats()["bytes_written"]
-    monkeypatch.setattr(worker.worker_side.prefill, "pieces", lambda nbytes: 2 if nbytes else 0)
-    worker.bind_connector_metadata(PdStageMetadata(chunks={"r": Chunk(src.held([[3, 5, 2]], 40, 32), 40)}))
-    for i in range(2):
-        worker.save_kv_layer(f"model.layers.{i}.self_attn.attn", None, None)
-    until(lambda: worker.worker_side.prefill.stats()["bytes_written"] > before)
-    half = worker.worker_side.prefill.stats()["bytes_written"] - before
     worker.wait_for_save()
-    worker.clear_connector_metadata()
-    until(lambda: worker.worker_side.prefill.stats()["bytes_written"] == before + 2 * half)
+    assert went == [(0, 2)]
 
 
-def test_a_preemption_waits_for_what_is_on_its_way(on_its_way, monkeypatch: pytest.MonkeyPatch):
+def test_a_preemption_waits_for_what_is_on_its_way(on_its_way, monkeypatch):
     src, sender, event = on_its_way
     monkeypatch.setattr(streams, "_CARRIED_S", PATIENCE_S)
     told = PdStageMetadata(preempted={"r": False, "another's": False})
@@ -147,7 +124,7 @@ def test_a_preemption_waits_for_what_is_on_its_way(on_its_way, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("why", ["it takes too long", "its blocks are overwritten"])
-def test_a_preemption_that_cannot_wait_fails_the_room(on_its_way, monkeypatch, caplog, why: str):
+def test_a_preemption_that_cannot_wait_fails_the_room(on_its_way, monkeypatch, caplog, why):
     src, sender, _ = on_its_way
     monkeypatch.setattr(streams, "_CARRIED_S", 0.05)
     src.workers[0].handle_preemptions(PdStageMetadata(preempted={"r": why == "its blocks are overwritten"}))
@@ -158,7 +135,16 @@ def test_a_preemption_that_cannot_wait_fails_the_room(on_its_way, monkeypatch, c
     assert src.workers[0].get_kv_connector_stats().data["not_sent"] == [1]
 
 
-def stepped(state: KVConnectorBlockState, scheduled: dict[str, int], **more: object) -> SimpleNamespace:
+def begun(groups, n_tokens, names="a"):
+    """Requests that are sent while they are computed."""
+    many = streams.Streams(groups)
+    requests = [Request(name, list(range(n_tokens)), SamplingParams(max_tokens=1), None) for name in names]
+    for request in requests:
+        many.begin(request, f"room-{request.request_id}")
+    return many, requests
+
+
+def stepped(state, scheduled, **more):
     """What vLLM's scheduler says of a step."""
     said = {
         "preempted_req_ids": set(), "num_scheduled_tokens": scheduled, "kv_connector_block_state": state,
@@ -168,12 +154,10 @@ def stepped(state: KVConnectorBlockState, scheduled: dict[str, int], **more: obj
     return SimpleNamespace(**said | more)
 
 
-def test_a_step_that_ends_inside_a_row_leaves_that_row_to_the_next(src: Side):
+def test_a_step_that_ends_inside_a_row_leaves_that_row_to_the_next(src):
     """A compressed cache's row is not whole before all of its tokens are computed."""
-    many = streams.Streams([replace(group, row_tokens=4) for group in src.groups])
+    many, (request,) = begun([replace(group, row_tokens=4) for group in src.groups], 62)
     state = KVConnectorBlockState({"a"}, lambda _: ([7, 8, 9, 10],), {})
-    request = Request("a", list(range(62)), SamplingParams(max_tokens=1), None)
-    many.begin(request, "room")
     went = []
     for computed, scheduled in ((0, 30), (30, 32)):
         request.num_computed_tokens = computed
@@ -181,13 +165,10 @@ def test_a_step_that_ends_inside_a_row_leaves_that_row_to_the_next(src: Side):
     assert went == [(0, 28), (28, 62)]
 
 
-def test_blocks_that_this_step_writes_are_lost(src: Side):
+def test_blocks_that_this_step_writes_are_lost(src):
     """vLLM's second model runner zeroes new blocks, and copies into them, before it calls `handle_preemptions`."""
-    many = streams.Streams(src.groups)
+    many, _ = begun(src.groups, 64, "abc")
     state = KVConnectorBlockState({"a", "b", "c"}, lambda name: ([ord(name), ord(name) + 10],), {})
-    made = {name: Request(name, list(range(64)), SamplingParams(max_tokens=1), None) for name in "abc"}
-    for name, request in made.items():
-        many.begin(request, f"room-{name}")
     step = stepped(
         state, dict.fromkeys("abc", 32),
         new_block_ids_to_zero=[ord("a") + 10], kv_cache_block_copies=[KVCacheBlockCopy(1, ord("b"))],
@@ -203,10 +184,8 @@ def test_blocks_that_this_step_writes_are_lost(src: Side):
 def test_states_are_copied_to_blocks_before_a_worker_can_wait(sides):
     """By vLLM's second model runner, where a request comes to another block of states."""
     side = sides("kv_producer", recurrent("MAMBA2", 0))
-    many, kv = streams.Streams(side.groups), next(group.index for group in side.groups if not group.is_state)
+    (many, _), kv = begun(side.groups, 64), next(group.index for group in side.groups if not group.is_state)
     n, state = len(side.groups), KVConnectorBlockState({"a"}, lambda _: [[7], [8], [9]][: len(side.groups)], {})
-    request = Request("a", list(range(64)), SamplingParams(max_tokens=1), None)
-    many.begin(request, "room")
     step = stepped(state, {"a": 16})
     many.step(step)
     (held,) = many.of["a"].blocks
@@ -215,11 +194,9 @@ def test_states_are_copied_to_blocks_before_a_worker_can_wait(sides):
     assert many.step(step)[0] == {"a": True}
 
 
-def test_what_another_connector_failed_to_load_is_sent_anew(src: Side):
+def test_what_another_connector_failed_to_load_is_sent_anew(src):
     """vLLM computes such blocks again where they are."""
-    many = streams.Streams(src.groups)
-    request = Request("a", list(range(100)), SamplingParams(max_tokens=1), None)
-    many.begin(request, "room")
+    many, (request,) = begun(src.groups, 100)
     step = stepped(KVConnectorBlockState({"a"}, lambda _: (list(range(1, 8)),), {}), {"a": 64})
     assert many.step(step)[1]["a"].stop == 64
     request.num_computed_tokens = 16

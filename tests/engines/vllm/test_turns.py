@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,19 +15,16 @@ from vllm.v1.request import Request, RequestStatus
 from pdstage.errors import UsageError
 from pdstage.integrations.vllm.loads import kept_tokens, n_common
 from pdstage.integrations.vllm.settings import Turns
-from tests.engines.vllm.lives import Pair, continuation, prompts, start
+from tests.engines.vllm.lives import TO_PREFILL, Pair, continuation, prompts, start
 from tests.engines.vllm.models import CONSUMER, GEMMA, PRODUCER, QWEN
 from tests.engines.vllm.test_caches import recurrent
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 BOTH = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 16}
 FIRST = replace(PRODUCER, role="kv_both", options=BOTH)
 SECOND = replace(CONSUMER, role="kv_both", n_blocks=48, options=BOTH)
 
 
-def request(tokens: list[int], *, salt: str | None = None, images: dict[int, str] | None = None) -> Request:
+def request(tokens, *, salt=None, images=None):
     features = [
         MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset=at, length=4))
         for at, name in (images or {}).items()
@@ -36,30 +32,31 @@ def request(tokens: list[int], *, salt: str | None = None, images: dict[int, str
     return Request("r", tokens, SamplingParams(max_tokens=1), None, cache_salt=salt, mm_features=features)
 
 
-def through_json(told: dict[str, Any], n: int) -> dict[str, Any]:
+def through_json(told, n):
     return json.loads(json.dumps(told | {"remote_num_tokens": n}))
 
 
-def test_tokens_that_are_the_same_are_found() -> None:
+def test_tokens_that_are_the_same_are_found():
     tokens = [at * 7 % 501 for at in range(1000)]
     told = through_json(kept_tokens(request(tokens), 900), 900)
-    assert n_common(request(tokens), told) == 900, "up to the end of what is there"
-    assert n_common(request([*tokens[:900], 3, 4]), told) == 900
-    assert n_common(request(tokens[:900]), told) == 900
-    assert n_common(request(tokens[:899]), told) == 768, "every 256 tokens before it"
-    assert n_common(request([*tokens[:600], 9, *tokens[601:]]), told) == 512
-    assert n_common(request([9, *tokens[1:]]), told) == 0
+    for asked, n in (
+        (tokens, 900),  # up to the end of what is there
+        ([*tokens[:900], 3, 4], 900),
+        (tokens[:900], 900),
+        (tokens[:899], 768),  # every 256 tokens before it
+        ([*tokens[:600], 9, *tokens[601:]], 512),
+        ([9, *tokens[1:]], 0),
+    ):
+        assert n_common(request(asked), told) == n
     assert n_common(request(tokens, salt="another tenant's"), told) == 0
     assert n_common(request(tokens), told | {"remote_num_tokens": 10**15}) == 768, "a number may be anybody's"
 
 
-def test_other_images_are_other_tokens() -> None:
+def test_other_images_are_other_tokens():
     tokens = [5] * 600
     told = through_json(kept_tokens(request(tokens, images={10: "a", 300: "b"}), 600), 600)
-    assert n_common(request(tokens, images={10: "a", 300: "b"}), told) == 600
-    assert n_common(request(tokens, images={10: "a", 300: "c"}), told) == 256
-    assert n_common(request(tokens, images={10: "c", 300: "b"}), told) == 0
-    assert n_common(request(tokens), told) == 0
+    for images, n in (({10: "a", 300: "b"}, 600), ({10: "a", 300: "c"}, 256), ({10: "c", 300: "b"}, 0), (None, 0)):
+        assert n_common(request(tokens, images=images), told) == n
 
 
 @pytest.mark.parametrize(
@@ -71,12 +68,12 @@ def test_other_images_are_other_tokens() -> None:
         {"remote_token_digests": "00" * 8, "remote_num_tokens": "10"},
     ],
 )
-def test_who_does_not_say_what_there_is_is_not_believed(told: dict[str, Any]) -> None:
+def test_who_does_not_say_what_there_is_is_not_believed(told):
     """vLLM's NixlConnector says how many tokens there are, and no more."""
     assert n_common(request(list(range(50))), told) == 0
 
 
-def test_both_engines_must_be_both() -> None:
+def test_both_engines_must_be_both():
     assert Turns.of({}, "kv_producer") is None
     with pytest.raises(UsageError, match="bidirectional_kv_xfer with kv_role 'kv_producer'"):
         Turns.of({"bidirectional_kv_xfer": True}, "kv_producer")
@@ -87,15 +84,15 @@ def test_both_engines_must_be_both() -> None:
 class Conversation(Pair):
     """vLLM's proxy for conversations: what decode answered of a turn goes to prefill with the next one."""
 
-    def to_prefill(self, name: str, prompt: list[int], before: str | None = None) -> None:
-        told: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+    def to_prefill(self, name, prompt, before=None):
+        told = TO_PREFILL
         if before is not None:
             kept = self.d.params[before]
-            assert kept is not None and kept["do_remote_decode"] and not kept["do_remote_prefill"]
+            assert kept["do_remote_decode"] and not kept["do_remote_prefill"]
             told = json.loads(json.dumps(kept)) | told
         self.p.add(name, prompt, 1, told)
 
-    def turn(self, name: str, prompt: list[int], before: str | None = None, max_tokens: int = 40) -> list[int]:
+    def turn(self, name, prompt, before=None, max_tokens=40):
         """The conversation so far, after this turn."""
         self.to_prefill(name, prompt, before)
         self.until(lambda: name in self.p.ended)
@@ -105,25 +102,25 @@ class Conversation(Pair):
         assert self.d.tokens[name] == continuation(prompt, max_tokens)
         return [*prompt, *self.d.tokens[name]]
 
-    def computed(self, name: str, n_prompt: int) -> int:
+    def computed(self, name, n_prompt):
         """Tokens of its prompt that prefill computed."""
         return n_prompt - int(self.p.call("ranks", "admissions")[0][name])
 
-    def rests(self) -> None:
+    def rests(self):
         """What is kept for next turns is given up."""
         self.d.call("reset")
         self.settle()
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Conversation]:
+def shared(tmp_path_factory):
     with start(tmp_path_factory.mktemp("shared"), FIRST, SECOND, kind=Conversation) as pair:
         yield pair
 
 
 def test_prefill_computes_what_is_new_of_a_turn(engines):
     with engines(FIRST, replace(SECOND, prefix_caching=True), kind=Conversation) as pair:
-        said: list[int] = []
+        said = []
         for number, new in enumerate(prompts(100, 20, 10, seed=61)):
             before = len(said)
             prompt = [*said, *new]
@@ -143,7 +140,7 @@ def test_tokens_that_came_back_otherwise_are_computed(pair):
     pair.rests()
 
 
-def test_states_that_are_decoded_speculatively_are_kept_for_no_turn(sides) -> None:
+def test_states_that_are_decoded_speculatively_are_kept_for_no_turn(sides):
     """After an answer the state may be in the block of any draft token."""
     with pytest.raises(UsageError, match="bidirectional_kv_xfer for a model with recurrent states"):
         sides("kv_both", recurrent("MAMBA2", 2), extra=BOTH)
@@ -187,7 +184,7 @@ def test_what_nobody_asks_for_is_given_back_in_its_time(engines):
 
 
 @pytest.mark.parametrize("model", [pytest.param(GEMMA, marks=pytest.mark.full), QWEN], ids=["windows", "states"])
-def test_hybrids_go_on_from_the_end_of_a_turn_alone(engines, model: dict[str, Any]):
+def test_hybrids_go_on_from_the_end_of_a_turn_alone(engines, model):
     with engines(FIRST, SECOND, model, Conversation) as pair:
         first, more = prompts(150, 20, seed=65)
         said = pair.turn("first", first)
@@ -200,7 +197,7 @@ def test_hybrids_go_on_from_the_end_of_a_turn_alone(engines, model: dict[str, An
         pair.rests()
 
 
-def test_other_embeddings_are_other_tokens() -> None:
+def test_other_embeddings_are_other_tokens():
     """A chat with a part that is given as embeddings: its tokens are zeros there."""
     first, second = (request([5] * 300) for _ in range(2))
     for one, value in ((first, 1.0), (second, 2.0)):
@@ -208,7 +205,7 @@ def test_other_embeddings_are_other_tokens() -> None:
     assert n_common(second, through_json(kept_tokens(first, 300), 300)) == 0
 
 
-def test_a_state_that_the_step_in_flight_goes_on_with_is_named_with_its_token(sides) -> None:
+def test_a_state_that_the_step_in_flight_goes_on_with_is_named_with_its_token(sides):
     """vLLM schedules asynchronously: a step is under way as an answer ends by a stop token, which it computes."""
     side = sides("kv_both", recurrent("MAMBA2", 0), extra=BOTH)
     ended = request(list(range(40)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -28,8 +28,6 @@ from tests.engines.vllm.test_caches import LAYOUTS, STATES, conv_order, mla, rec
 from tests.processes import python
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     Tensors = dict[str, torch.Tensor]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -38,7 +36,7 @@ runs_triton = pytest.mark.skipif(not (INTERPRETED or COMPILED), reason="test_tri
 PROVED = {"extra": {"trust_layout": False}}
 
 
-def layer(backend: type, impl: object, cache: torch.Tensor, **more: Any) -> SimpleNamespace:
+def layer(backend, impl, cache, **more):
     """What a writer reads of an attention layer."""
     one = torch.ones(1, device=cache.device)
     return SimpleNamespace(
@@ -47,7 +45,7 @@ def layer(backend: type, impl: object, cache: torch.Tensor, **more: Any) -> Simp
     )  # fmt: skip
 
 
-def triton_layers(config: Any, caches: Tensors) -> None:
+def triton_layers(config, caches):
     for name, cache in caches.items():
         with set_current_vllm_config(config):
             impl = TritonAttentionImpl(cache.shape[1], HEAD_SIZE, 1.0, cache.shape[1], None, None, "auto")
@@ -55,7 +53,7 @@ def triton_layers(config: Any, caches: Tensors) -> None:
         config.compilation_config.static_forward_context[name] = layer(TritonAttentionBackend, impl, held)
 
 
-def latent_layers(config: Any, caches: Tensors) -> None:
+def latent_layers(config, caches):
     for name, cache in caches.items():
         held = cache.view(torch.float16).squeeze(1)
         impl = object.__new__(CPUMLAImpl)  # its writer reads nothing of it
@@ -64,10 +62,10 @@ def latent_layers(config: Any, caches: Tensors) -> None:
         )
 
 
-def state_layers(kind: str, n_speculative: int = 0) -> Callable[[Any, Tensors], None]:
+def state_layers(kind, n_speculative=0):
     """Recurrent layers that bind their caches as vLLM's do."""
 
-    def bind(config: Any, caches: Tensors) -> None:
+    def bind(config, caches):
         for name in [name for name in caches if "mixer" in name]:
             made = SimpleNamespace(
                 get_state_shape=lambda: STATES[kind][1](config.parallel_config.tensor_parallel_size, n_speculative),
@@ -80,55 +78,42 @@ def state_layers(kind: str, n_speculative: int = 0) -> Callable[[Any, Tensors], 
 
 
 @pytest.mark.skipif(INTERPRETED or COMPILED, reason="Triton runs in this process")
-def test_tritons_writer_in_its_interpreter() -> None:
+def test_tritons_writer_in_its_interpreter():
     """Read at import, so in a process of its own; vLLM keeps Triton where no device is to be seen."""
     env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     ran = python("-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "interpreted", check=True, env=env)
-    assert f"{len(LAYOUTS) + 1} passed" in ran.stdout
+    assert f"{len(LAYOUTS)} passed" in ran.stdout
 
 
 @runs_triton
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_layout_is_proved_interpreted(sides, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_layout_is_proved_interpreted(sides, layout, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     sides("kv_producer", tp=2, layout=layout, bind=triton_layers, **PROVED)
 
 
-@runs_triton
-def test_a_wrong_split_is_refused_interpreted(sides, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-
-    def turned(config: Any, caches: Tensors) -> None:
-        triton_layers(config, caches)
-        for one in config.compilation_config.static_forward_context.values():
-            one.kv_cache = one.kv_cache.flip(1)  # a copy: nothing arrives where the tensors are
-
-    with pytest.raises(UsageError, match="attention backend TRITON_ATTN was given k"):
-        sides("kv_producer", bind=turned, **PROVED)
-
-
-def test_latents_are_proved(sides) -> None:
+def test_latents_are_proved(sides):
     sides("kv_producer", mla, bind=latent_layers, **PROVED)
 
 
 @pytest.mark.usefixtures("conv_order")
 @pytest.mark.parametrize(("kind", "n"), [*((kind, 0) for kind in STATES), ("GDN_ATTN", 2)])
-def test_states_are_proved(sides, kind: str, n: int) -> None:
+def test_states_are_proved(sides, kind, n):
     sides("kv_producer", recurrent(kind, n), tp=2, bind=state_layers(kind, n))
 
 
-def test_states_elsewhere_are_refused(sides) -> None:
-    def later(config: Any, caches: Tensors) -> None:
+def test_states_elsewhere_are_refused(sides):
+    def later(config, caches):
         state_layers("MAMBA2")(config, {name: cache.clone() for name, cache in caches.items()})
 
     with pytest.raises(UsageError, match="'model.layers.2.mixer' is not laid out as pdstage believes"):
         sides("kv_producer", recurrent("MAMBA2"), bind=later)
 
 
-def test_a_backend_is_known_by_its_class_alone() -> None:
+def test_a_backend_is_known_by_its_class_alone():
     """DeepSeek-V4's indexer inherits from V3.2's, and stores otherwise."""
 
-    def of(backend: type) -> Backend:
+    def of(backend):
         return Backend.of(SimpleNamespace(get_attn_backend=lambda: backend))
 
     assert of(DeepseekV4IndexerBackend).pages is Pages.ROWS
@@ -137,14 +122,14 @@ def test_a_backend_is_known_by_its_class_alone() -> None:
 
 
 @pytest.mark.parametrize("path", PAGES)
-def test_what_is_known_is_a_class_of_vllm(path: str) -> None:
+def test_what_is_known_is_a_class_of_vllm(path):
     """Read, not imported: most import what only a GPU's installation has."""
     module, _, name = path.rpartition(".")
     source = Path(vllm.__file__).parent.parent / module.replace(".", "/")
     assert f"class {name}(" in source.with_suffix(".py").read_text()
 
 
-def test_the_page_has_every_backend_of_vllm() -> None:
+def test_the_page_has_every_backend_of_vllm():
     page = (Path(__file__).resolve().parents[3] / "docs" / "attention-backends.md").read_text()
     table = page.partition("## vLLM")[2].partition("\n## ")[0]
     names = [*AttentionBackendEnum.__members__, *MambaAttentionBackendEnum.__members__]

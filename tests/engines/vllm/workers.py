@@ -55,19 +55,15 @@ class Sequence:
     computed: int
 
 
-def heads_of(total: int, tp: int, rank: int) -> list[int]:
+def heads_of(total, tp, rank) -> list[int]:
     """The KV heads of a rank, as vLLM shards them: replicated where there are fewer than ranks."""
     each = max(1, total // tp)
     first = rank * each if total >= tp else rank * total // tp
     return list(range(first, first + each))
 
 
-def layer_number(name: str) -> int:
+def layer_number(name):
     return int(name.split(".")[2])
-
-
-def put(view: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
-    view[blocks.to(view.device), :, rows.to(view.device)] = values.to(view.device)
 
 
 def take(view: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor) -> Bytes:
@@ -77,7 +73,7 @@ def take(view: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor) -> Bytes:
 class Worker:
     """What vLLM's executor calls, and the model's share of this rank."""
 
-    def __init__(self, config: VllmConfig, rank: int, meet: str) -> None:
+    def __init__(self, config: VllmConfig, rank, meet):
         self.config, self.rank, self.tp = config, rank, config.parallel_config.tensor_parallel_size
         config.parallel_config.rank = rank
         self.sequences: dict[str, Sequence] = {}
@@ -120,7 +116,7 @@ class Worker:
                 specs[f"model.layers.{number}.self_attn.attn"] = spec
         return specs
 
-    def state_spec(self, page_nbytes: int) -> MambaSpec:
+    def state_spec(self, page_nbytes) -> MambaSpec:
         """A gated delta net's states, as its layer would say, in pages as large as attention's."""
         text = self.config.model_config.hf_text_config
         heads, sizes = (text.linear_num_key_heads, text.linear_num_value_heads), (
@@ -143,14 +139,14 @@ class Worker:
     def get_supported_kv_cache_layouts(self) -> list[str]:
         return [self.config.additional_config["layout"]]
 
-    def set_kv_cache_layout(self, layout: str, interleave: int) -> None:
+    def set_kv_cache_layout(self, layout, interleave):
         self.config.cache_config.kv_cache_layout = layout
         self.config.parallel_config.cp_kv_cache_interleave_size = interleave
 
-    def determine_available_memory(self) -> int:
+    def determine_available_memory(self):
         return int(self.config.additional_config["nbytes"])
 
-    def initialize_from_config(self, configs: list[KVCacheConfig]) -> None:
+    def initialize_from_config(self, configs: list[KVCacheConfig]):
         """Allocates and fills the pool with noise, and gives it to the connector."""
         kv = self.kv = configs[self.rank]
         self.config.cache_config.num_gpu_blocks = kv.num_blocks
@@ -205,7 +201,7 @@ class Worker:
         output.kv_connector_output = transfers
         return output
 
-    def admit(self, scheduled: SchedulerOutput) -> None:
+    def admit(self, scheduled: SchedulerOutput):
         for new in scheduled.scheduled_new_reqs:
             tokens = list(new.prefill_token_ids or new.prompt_token_ids or [])
             sequence = Sequence(tokens, new.block_ids, new.num_computed_tokens)
@@ -225,27 +221,27 @@ class Worker:
         """How many tokens each request had computed, here or elsewhere, when it was first scheduled."""
         return self.admitted
 
-    def computed(self, name: str) -> None:
+    def computed(self, name):
         """As an attention layer ends, in `maybe_transfer_kv_layer`."""
         connector = kv_transfer.get_kv_transfer_group()
         assert connector.has_connector_metadata()
         connector.save_kv_layer(name, self.pools[name], None)
 
-    def written(self) -> int:
+    def written(self):
         side = kv_transfer.get_kv_transfer_group().worker_side
         return int(side.prefill.stats()["bytes_written"]) if side.prefill is not None else 0
 
-    def sending(self) -> int:
+    def sending(self):
         """Rooms that the prefill node has begun and not ended."""
         side = kv_transfer.get_kv_transfer_group().worker_side
         return sum(not sender.released for sender in side.prefill.handles())
 
-    def shutdown(self) -> None:
+    def shutdown(self):
         kv_transfer.ensure_kv_transfer_shutdown()
 
     # The model.
 
-    def prepare_blocks(self, scheduled: SchedulerOutput) -> None:
+    def prepare_blocks(self, scheduled: SchedulerOutput):
         for block in scheduled.new_block_ids_to_zero or ():
             for view in (*self.pools.values(), *self.shadows.values()):
                 view[block] = 0
@@ -270,7 +266,7 @@ class Worker:
             sequence.tokens += sampled[-1]
         return sampled
 
-    def compute(self, name: str, at: int, spec: KVCacheSpec, sequence: Sequence, n: int) -> None:
+    def compute(self, name, at, spec: KVCacheSpec, sequence: Sequence, n):
         """One layer's, of the group with number `at`."""
         digest = oracle.digests(sequence.tokens)
         start, stop = sequence.computed, sequence.computed + n
@@ -282,14 +278,14 @@ class Worker:
             return
         mine = self.own(spec, np.arange(start, stop))
         truth = torch.from_numpy(self.truth(digest[mine], name))
-        where = self.places(spec, sequence.blocks[at], mine)
-        for views in (self.pools, self.shadows):
-            put(views[name], *where, truth)
+        blocks, rows = self.places(spec, sequence.blocks[at], mine)
+        for view in (self.pools[name], self.shadows[name]):
+            view[blocks.to(view.device), :, rows.to(view.device)] = truth.to(view.device)
 
-    def truth(self, digest: NDArray[np.uint64], name: str) -> Bytes:
+    def truth(self, digest: NDArray[np.uint64], name) -> Bytes:
         return oracle.cells(digest, layer_number(name), self.heads, self.pools[name].shape[3])
 
-    def state(self, digest: np.uint64, spec: MambaSpec, name: str) -> Bytes:
+    def state(self, digest: np.uint64, spec: MambaSpec, name) -> Bytes:
         """This rank's `[conv state][recurrent state]` after all tokens of the digest: its share of Q, K and V each."""
         rows = spec.shapes[0][1 if is_conv_state_dim_first() else 0]
         n_heads, *inner = spec.shapes[1]
@@ -320,7 +316,7 @@ class Worker:
         table = np.asarray(blocks)
         return torch.from_numpy(table[positions // (spec.block_size * size)]), torch.from_numpy(rows)
 
-    def read(self, sequence: Sequence, check: Any) -> None:
+    def read(self, sequence: Sequence, check):
         """What attention reads of the computed positions, layer by layer."""
         digest = oracle.digests(sequence.tokens)
         for at, (spec, names) in enumerate(self.groups):
@@ -341,7 +337,7 @@ class Worker:
             for name in names:
                 check(name, blocks, rows, self.truth(digest[positions], name), first - start)
 
-    def adopt(self, name: str, blocks: torch.Tensor, rows: torch.Tensor, truth: Bytes, outside: int) -> None:
+    def adopt(self, name, blocks: torch.Tensor, rows: torch.Tensor, truth: Bytes, outside):
         """Computed positions of a new request were loaded, or hit: from now on the pool must hold them.
 
         The first `outside` of them are before a window: they may be there.
@@ -350,7 +346,7 @@ class Worker:
         here = np.concatenate([(found == truth[:outside]).all((1, 2)), np.full(len(truth) - outside, True)])
         self.shadows[name][blocks[here], :, rows[here]] = torch.from_numpy(truth[here])
 
-    def adopt_cleared(self, sequence: Sequence) -> None:
+    def adopt_cleared(self, sequence: Sequence):
         """Where groups reinterpret each other's blocks, what no token of a loaded block fills is zero: a NaN there
         would be one in attention too.
         """
@@ -365,7 +361,7 @@ class Worker:
             for name in names:
                 self.shadows[name][sequence.blocks[at][block]][:, empty] = 0
 
-    def check(self, name: str, blocks: torch.Tensor, rows: torch.Tensor, truth: Bytes, _: int) -> None:
+    def check(self, name, blocks: torch.Tensor, rows: torch.Tensor, truth: Bytes, _):
         found = take(self.pools[name], blocks, rows)
         wrong = np.argwhere(found != truth)
         assert not len(wrong), (
@@ -373,7 +369,7 @@ class Worker:
             f" {wrong[0][0]} of {len(truth)}, block {int(blocks[wrong[0][0]])}, head {wrong[0][1]}, byte {wrong[0][2]}"
         )
 
-    def spoil(self, blocks: list[int], seed: int) -> None:
+    def spoil(self, blocks: list[int], seed):
         """Free blocks are filled with other noise: nobody may read or write them any more."""
         draw = np.random.default_rng([seed, self.rank])
         for block in blocks:
@@ -382,7 +378,7 @@ class Worker:
                 view[block] = noise.to(view.device)
                 self.shadows[name][block] = noise
 
-    def compare(self) -> int:
+    def compare(self):
         """Every byte of the pool; their number."""
         raw = self.raw.cpu()
         wrong = torch.nonzero(raw != self.shadow).flatten()
