@@ -134,12 +134,6 @@ def held_of(layout: Layout, n: int) -> list[int]:
     return held(layout.components[0].owned, n)
 
 
-def staged_place(rank: int, n_ranks: int, n_stages: int) -> Topology:
-    """The place of `rank` among `n_ranks`."""
-    tp = n_ranks // n_stages
-    return Topology(tp_size=tp, tp_rank=rank % tp, pp_size=n_stages, pp_rank=rank // tp)
-
-
 @dataclass(eq=False)
 class Rank:
     """A process of either role."""
@@ -231,61 +225,46 @@ Want = Callable[[Item], bool]
 
 
 class World:
-    """All ranks, everything under way, and the clock."""
+    """All ranks, everything under way, and the clock. It is given any of these by name, and numbers of `Config`."""
 
-    def __init__(
-        self,
-        *,
-        prefill: int = 1,
-        decode: int = 1,
-        heads: int = 2,
-        layers: int = 2,
-        n_pages: int = 16,
-        lane_nbytes: int = 4096,
-        n_lanes: int = 1,
-        n_buffers: int = 2,
-        buffer_nbytes: int = 4096,
-        path: str = "staged",
-        dst_hnd: bool = False,
-        dst_page: int = PAGE,
-        src_page: int = PAGE,
-        src_stages: tuple[Span, ...] = (),
-        dst_stages: tuple[Span, ...] = (),
-        slots: bool = False,
-        exact: bool = False,
-        roles: tuple[str, ...] = ROLES,
-        fences: bool = True,
-        notifies: bool = True,
-        placed: bool = False,
-        instances: bool = False,
-        deadline_s: float = 1000.0,
-        choose: Callable[[Chunk], bool] | None = None,
-        aux: str = "",
-        src_columns: tuple[Column, ...] = COLUMNS,
-        dst_columns: tuple[Column, ...] = COLUMNS,
-        advance: bool = True,
-        models: tuple[tuple[m.Fact, ...], ...] = ((), ()),
-        **config: float,
-    ) -> None:
+    heads = 2
+    n_pages = 16
+    lane_nbytes = 4096
+    n_lanes = 1
+    n_buffers = 2
+    buffer_nbytes = 4096
+    path = "staged"
+    dst_hnd = False
+    dst_page = src_page = PAGE
+    src_stages: tuple[Span, ...] = ()
+    dst_stages: tuple[Span, ...] = ()
+    slots = exact = False
+    roles = ROLES
+    fences = True
+    notifies = True
+    placed = False
+    """Prefill maps decode's lanes, and gathers straight into them."""
+    instances = False
+    deadline_s = 1000.0
+    choose: Callable[[Chunk], bool] | None = None
+    aux = ""
+    src_columns = dst_columns = COLUMNS
+    advance = True
+    """Decode lends memory with Open."""
+    models: tuple[tuple[m.Fact, ...], ...] = ((), ())
+
+    def __init__(self, *, prefill: int = 1, decode: int = 1, layers: int = 2, **given: object) -> None:
+        for name in [name for name in given if hasattr(World, name)]:
+            setattr(self, name, given.pop(name))
+        self.config = Config(**given)  # type: ignore[arg-type]
         self.prefill: list[Prefill] = []
         self.decode: list[Decode] = []
         self.now = 0.0
-        self.fences, self.instances, self.deadline_s = fences, instances, deadline_s
-        self.notifies, self.models = notifies, models
-        self.advances = advance  # decode lends memory with Open
-        self.placed = placed  # prefill maps decode's lanes, and gathers straight into them
-        self.choose = choose or (lambda _: self.path == "direct")
-        self.pick: Callable[[int], int] = lambda _: 0
+        self.layers = (0, layers)
+        self.columns = {"P": Columns(self.src_columns), "D": Columns(self.dst_columns)}
         self.lives, self.space = itertools.count(1), itertools.count(1)
         self.written: set[tuple[object, ...]] = set()
         self.fenced: set[m.SessionId] = set()
-        self.aux, self.columns = aux, {"P": Columns(src_columns), "D": Columns(dst_columns)}
-        self.heads, self.layers, self.n_pages, self.path = heads, (0, layers), n_pages, path
-        self.src_stages, self.dst_stages = src_stages or (self.layers,), dst_stages or (self.layers,)
-        self.lane_nbytes, self.n_lanes, self.dst_hnd, self.dst_page = lane_nbytes, n_lanes, dst_hnd, dst_page
-        self.n_buffers, self.buffer_nbytes = n_buffers, buffer_nbytes
-        self.src_page, self.kind, self.roles = src_page, {"slots": slots, "exact": exact}, roles
-        self.config = Config(**config)
         self.processes: list[Decode] = []
         self.queue: list[Item] = []
         self.held: list[Item] = []
@@ -324,7 +303,8 @@ class World:
         row_memory, rows = self.make_rows("P")
         core = PrefillCore(
             1000 + rank + 100 * life, m.Welcome(**self.said("P", layout, topology, rows)), self.config, rows,
-            n_buffers=self.n_buffers, buffer_nbytes=self.buffer_nbytes, choose=self.choose,
+            n_buffers=self.n_buffers, buffer_nbytes=self.buffer_nbytes,
+            choose=self.choose or (lambda _: self.path == "direct"),
         )  # fmt: skip
         buffers = [np.zeros(self.buffer_nbytes, np.uint8) for _ in range(self.n_buffers)]
         return Prefill(b"P%d" % rank, memory, row_memory, core, buffers)
@@ -332,17 +312,20 @@ class World:
     def rank_of(self, side: str, rank: int) -> tuple[Memory, Layout, Topology]:
         """The pool of a rank of "P" or "D" and its place."""
         if side == "P":
-            stages, page, hnd = self.src_stages, self.src_page, False
-            at = Topology() if self.instances else staged_place(rank, self.n_prefill, len(stages))
+            stages, n_ranks, page, hnd = self.src_stages, self.n_prefill, self.src_page, False
         else:
-            stages, page, hnd = self.dst_stages, self.dst_page, self.dst_hnd
-            at = staged_place(rank, self.n_decode, len(stages))
+            stages, n_ranks, page, hnd = self.dst_stages, self.n_decode, self.dst_page, self.dst_hnd
+        stages = stages or (self.layers,)
+        tp = n_ranks // len(stages)
+        at = Topology(tp_size=tp, tp_rank=rank % tp, pp_size=len(stages), pp_rank=rank // tp)
+        if self.instances and side == "P":
+            at = Topology()
         shape = {
             "heads": self.heads, "tp": at.tp_size, "rank": at.tp_rank, "layers": stages[at.pp_rank],
             "n_pages": self.n_pages, "page": page, "roles": self.roles,
         }  # fmt: skip
         memory = self.make_memory(pool_nbytes(**shape))
-        return memory, make_layout(memory, hnd=hnd, **shape, **self.kind), at
+        return memory, make_layout(memory, hnd=hnd, slots=self.slots, exact=self.exact, **shape), at
 
     def said(self, side: str, layout: Layout, topology: Topology, rows: OwnRows) -> dict[str, object]:
         """What the greeting of a rank of "P" or "D" says."""
@@ -370,7 +353,7 @@ class World:
         lanes = tuple(m.LaneSpan(staging.base + n * self.lane_nbytes, self.lane_nbytes) for n in range(self.n_lanes))
         hello = m.Hello(lanes=lanes, rows=rows.span, **self.said("D", layout, topology, rows))
         core = DecodeCore(2000 + rank + 100 * life, hello, self.config, rows)
-        if not self.advances:
+        if not self.advance:
             core.leases.max_advances = 0
         node = Decode(b"D%d" % rank, memory, row_memory, core, staging)
         self.processes.append(node)
@@ -479,7 +462,8 @@ class World:
             pages = self.pages(room)[::-1]
             self.fill(room, tokens[1], pages, rank)
         node = self.prefill[rank]
-        low, high = layers or self.src_stages[node.core.handshake.welcome.topology.pp_rank]
+        stages = self.src_stages or (self.layers,)
+        low, high = layers or stages[node.core.handshake.welcome.topology.pp_rank]
         source = node.core.chunk(handle, (Rect("kv", *tokens, low, high),), {"kv": pages}, ready=ready)
         self.carry(node)
         return source
@@ -551,7 +535,7 @@ class World:
         n_ticks = 0
         for _ in range(100_000):
             if self.queue:
-                self._deliver(self.queue.pop(self.pick(len(self.queue))))
+                self._deliver(self.queue.pop(0))
                 continue
             due = [at for node in self.nodes() if (at := node.core.endpoint.timers.next_at()) is not None]
             if until is None or not due or min(due) > until:
@@ -619,17 +603,15 @@ class World:
                     raise AssertionError(effect)
 
     def changed(self, node: Node, room: Room) -> None:
-        if isinstance(node, Decode) and isinstance(room, DecodeRoom):
-            self.take_aux(node, room)
+        """Before anybody sees a Success, a row that came in a message is put in its place, as the driver does."""
+        if isinstance(node, Decode) and isinstance(room, DecodeRoom) and room.state is State.SUCCESS:
+            seen = any(key == room.key and status & 0x7F == State.SUCCESS for key, status in node.changes)
+            number = node.row_of.get(room)
+            if room.shared and room.aux is not None and number is not None and not seen:
+                for column, data in room.shared.unpack(room.aux):
+                    at = self.row(node, number)[column.offset : column.offset + column.nbytes]
+                    at[:] = np.frombuffer(data, np.uint8)
         node.changes.append((room.key, room.status))
-
-    def take_aux(self, node: Decode, room: DecodeRoom) -> None:
-        """What the driver does before anybody sees a Success: a row that came in a message is put in its place."""
-        seen = any(key == room.key and status & 0x7F == State.SUCCESS for key, status in node.changes)
-        number = node.row_of.get(room)
-        if room.state is State.SUCCESS and room.shared and room.aux is not None and number is not None and not seen:
-            for column, data in room.shared.unpack(room.aux):
-                self.row(node, number)[column.offset : column.offset + column.nbytes] = np.frombuffer(data, np.uint8)
 
     def attach(self, node: Node, session: Session) -> None:
         """The transport connects to the session's peer; here it always can."""
@@ -649,9 +631,11 @@ class World:
         if self.fences:
             self.put(Item("fence", node, node, lambda: self.fence(node, session)))
 
-    def say(self, node: Node, message: m.AnyMessage) -> list[m.AnyMessage]:
-        """Says `message` to `node` in the session with its one peer, and takes its answers before they travel."""
-        session = node.session
+    def say(self, node: Node, message: m.AnyMessage, session: Session | None = None) -> list[m.AnyMessage]:
+        """Says `message` to `node`, in the session with its one peer if in no other, and takes its answers before they
+        travel.
+        """
+        session = session or node.session
         node.core.endpoint.receive(session.route, wire.encode(session.id, session.last_seq + 1, message))
         effects = node.core.endpoint.take_effects()
         node.peer_warnings += [str(effect.error) for effect in effects if isinstance(effect, PeerWarning)]

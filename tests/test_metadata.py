@@ -43,6 +43,8 @@ def test_columns_that_a_peer_places_otherwise_are_written_where_it_has_them() ->
 
 
 def test_allocation_says_what_is_wrong() -> None:
+    with pytest.raises(UsageError, match="n_rows is 0"):
+        MetadataBuffers(COLUMNS, 0)
     held = MetadataBuffers(COLUMNS, 2)
     first, second = held.allocate(), held.allocate()
     with pytest.raises(RowsExhausted, match="all 2 aux rows"):
@@ -105,14 +107,6 @@ def test_memory_is_the_kind_that_was_asked_for() -> None:
     target.take(shared.pack(row.read()), shared)
     assert target.of(shared.dst)["ids"].tolist() == [3, 2, 0, 0]
     assert target.of(shared.dst).names == ("ids",)
-
-
-@pytest.mark.parametrize("columns", [[], [Column("a", "int32", (1,))] * 2])
-def test_what_makes_no_buffers(columns: list[Column]) -> None:
-    with pytest.raises(UsageError, match="aux"):
-        MetadataBuffers(columns, 1)
-    with pytest.raises(UsageError, match="n_rows is 0"):
-        MetadataBuffers(COLUMNS, 0)
 
 
 def test_the_usual_columns_are_those_that_are_asked_for_and_closed_buffers_lend_none() -> None:

@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdstage import Topology, UsageError
-from pdstage.layout import ALL_TOKENS, Key, Layout, Region, RowLevel, TokenShard, View
+from pdstage.layout import ALL_TOKENS, Layout, Region, TokenShard
 from pdstage.layout.topology import shard_axis
-from pdstage.plan import Rect, shares
-from pdstage.plan.ownership import EVERYTHING, Common, CommonTokens
+from pdstage.plan import shares
+from pdstage.plan.ownership import CommonTokens
 from tests.owners import all_ranks, every_way, holds, ways, with_owned
+from tests.test_plan import layout_of, view
 
 N = 600
 
@@ -60,14 +61,8 @@ def test_the_default_part_is_the_topologys():
 
 def layout(n_heads=4, tp=1, rank=0, *, layers=range(2), component="kv", tokens_per_row=1):
     axis = shard_axis("kv_head", n_heads, tp, rank)
-    views = [
-        View(
-            key=Key(component, role, layer), region=0, offset=0, n_items=2, item_stride=1024, tokens_per_item=16,
-            rows=(RowLevel(tokens_per_row, 64),), shards=axis.count, shard_stride=8, width=8, axis=axis, format="u8",
-        )
-        for layer in layers for role in "kv"
-    ]  # fmt: skip
-    return Layout.of([Region(0, 1 << 20)], views)
+    keys = itertools.product([component], "kv", layers)
+    return layout_of(*(view(key, axis, tokens_per_row=tokens_per_row) for key in keys))
 
 
 def test_a_missing_part_is_named_with_both_sides_values():
@@ -88,16 +83,6 @@ def test_rows_of_several_tokens_are_not_cut():
 def test_only_components_with_positions_are_cut():
     with pytest.raises(UsageError, match="has no token positions"):
         Layout.of([Region(0, 1 << 20)], layout().views(), slots=["kv"], owned={"kv": TokenShard(2, 0, 1)})
-
-
-def test_common_tokens_of_several_components():
-    views = [*layout().views(), *layout(component="swa").views()]
-    regions = [Region(0, 1 << 20)]
-    src = Layout.of(regions, views, owned={"kv": TokenShard(2, 1, 4)})
-    dst = Layout.of(regions, views, owned={"swa": TokenShard(2, 0, 1)})
-    common = Common.of(src, dst)
-    assert common.tokens([Rect("kv", 3, 9, 0, 2), Rect("swa", 3, 9, 0, 2)]) == {"kv": (0, 4), "swa": (2, 5)}
-    assert EVERYTHING.tokens([Rect("kv", 3, 9, 0, 2)]) == {"kv": (3, 9)}
 
 
 def test_replicas_of_a_part_share_its_work():

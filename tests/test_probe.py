@@ -5,7 +5,8 @@ The writers here stand for an engine's own; tests/engines and tests/e2e use the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -47,18 +48,23 @@ def writer(k: torch.Tensor, v: torch.Tensor) -> Writer:
     return write
 
 
+@contextmanager
+def left_as_it_was(*held: torch.Tensor) -> Iterator[None]:
+    before = [one.clone() for one in held]
+    yield
+    assert all(map(torch.equal, held, before))
+
+
 def prove(layout: Layout, write: Writer | None, keys: tuple[Key, ...] = (K, V), **more: object) -> object:
     return prove_layout(layout, [LayerProbe("layers.0", "SOME_ATTN", keys, write)], **more)
 
 
 def test_what_is_right_is_proved_and_left_as_it_was() -> None:
     k, v = caches()
-    before = k.clone(), v.clone()
-    proved = prove(nhd(k, v), writer(k, v))
+    with left_as_it_was(k, v):
+        proved = prove(nhd(k, v), writer(k, v))
     assert proved == (("layers.0",), ())
     assert str(proved) == "1 layers proved by the engine's own writer"
-    assert torch.equal(k, before[0])
-    assert torch.equal(v, before[1])
 
 
 def heads_alike(k: torch.Tensor, v: torch.Tensor) -> Layout:
@@ -91,14 +97,12 @@ WRONG = {  # a layout that is not how `writer(k, v)` stores, and what the error 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_refused_by_name_and_left_as_it_was(name: str) -> None:
     k, v = caches()
-    before = k.clone(), v.clone()
     wrong, told = WRONG[name]
-    with pytest.raises(UsageError, match="layer 'layers.0' .* attention backend SOME_ATTN") as refused:
+    words = "layer 'layers.0' .* attention backend SOME_ATTN"
+    with left_as_it_was(k, v), pytest.raises(UsageError, match=words) as refused:
         prove(wrong(k, v), writer(k, v))
     assert told in str(refused.value)
     assert {"layer", "backend", "expected", "found", "item", "token", "shard"} <= set(refused.value.fields)
-    assert torch.equal(k, before[0])
-    assert torch.equal(v, before[1])
 
 
 def test_bytes_that_no_view_covers_are_refused() -> None:
@@ -110,22 +114,20 @@ def test_bytes_that_no_view_covers_are_refused() -> None:
         v[0, 9] = torch.pi  # as a backend does that keeps a page's scales in the page
         return stored
 
-    with pytest.raises(UsageError, match=r"SOME_ATTN stores \d+ bytes of layer 'layers.0' that no view covers"):
+    words = r"SOME_ATTN stores \d+ bytes of layer 'layers.0' that no view covers"
+    with left_as_it_was(v), pytest.raises(UsageError, match=words):
         prove(nhd(k, v), with_scales)
-    assert not (v[0, 9] == torch.pi).any()
 
 
 def test_a_writer_that_raises_leaves_the_pages_as_they_were() -> None:
     k, v = caches()
-    before = k.clone()
 
     def fails(cells: Cells, rng: np.random.Generator) -> Told:
         writer(k, v)(cells, rng)
         raise RuntimeError("no kernel")
 
-    with pytest.raises(RuntimeError, match="no kernel"):
+    with left_as_it_was(k), pytest.raises(RuntimeError, match="no kernel"):
         prove(nhd(k, v), fails)
-    assert torch.equal(k, before)
 
 
 def test_a_writer_must_tell_all_it_stored_and_values_that_differ() -> None:
@@ -175,13 +177,12 @@ def opaque(cache: torch.Tensor, step: int = 0) -> Writer:
 
 def test_rows_of_an_unknown_encoding_are_proved_by_their_place() -> None:
     rows = torch.randint(0, 256, (N_PAGES, PAGE, DIM), dtype=torch.uint8)
-    before, key = rows.clone(), Key("kv", "latent", 0)
+    key = Key("kv", "latent", 0)
     layout = build(mla([rows], format="packed"))
-    assert prove(layout, opaque(rows), (key,)) == (("layers.0",), ())
-    assert torch.equal(rows, before)
-    with pytest.raises(UsageError, match="no view covers"):
+    with left_as_it_was(rows):
+        assert prove(layout, opaque(rows), (key,)) == (("layers.0",), ())
+    with left_as_it_was(rows), pytest.raises(UsageError, match="no view covers"):
         prove(layout, opaque(rows, step=1), (key,))
-    assert torch.equal(rows, before)
     other = torch.randint(0, 256, (N_PAGES, PAGE, DIM), dtype=torch.uint8)
     with pytest.raises(UsageError, match="is not laid out"):
         prove(layout, opaque(other), (key,))

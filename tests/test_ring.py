@@ -20,11 +20,8 @@ class ListModel:
         self.entries: list[list] = []  # [cursor, blocks, state]
         self.head = 0
 
-    def live(self) -> list[list]:
-        return [e for e in self.entries if e[2] in ("granted", "landed")]
-
-    def unreleased(self) -> list[list]:
-        return [e for e in self.entries if e[2] in ("granted", "landed", "quarantined")]
+    def live(self, *others: str) -> list[list]:
+        return [e for e in self.entries if e[2] in ("granted", "landed", *others)]
 
     def carved(self) -> set[int]:
         return {
@@ -91,7 +88,7 @@ def test_the_lane_keeps_the_books_of_the_list(capacity, steps):
                 entry = next(e for e in model.entries if e[0] * B == lease.cursor and e[2] == "granted")
                 assert not lane.is_open(lease.end), "an open lease cannot be asked back"
                 end(lane, model, entry, "release")
-        elif held := [e for e in model.unreleased() if what == "release" or e[2] == "granted"]:
+        elif held := [e for e in model.live("quarantined") if what == "release" or e[2] == "granted"]:
             entry = held[number % len(held)]
             if what != "land":
                 end(lane, model, entry, what)
@@ -126,7 +123,7 @@ def end(lane, model, entry, verb):
 
 
 def same_books(lane, model):
-    watermark, held = model.watermark(), model.unreleased()
+    watermark, held = model.watermark(), model.live("quarantined")
     assert (lane.head, lane.watermark) == (model.head * B, watermark * B)
     leases = lane.leases()
     assert [(one.cursor, one.end, one.phase) for one in leases] == [(e[0] * B, (e[0] + e[1]) * B, e[2]) for e in held]

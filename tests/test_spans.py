@@ -2,45 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from pools import FUSED, HND, NHD, Logical, Stored, assert_alike, hold, kv_index, transfers
+from pools import FUSED, HND, NHD, Logical, Stored, hold, kv_index
 from rigs import HOST_CODES, host_code
 
 from pdstage import Layout, UsageError
 from pdstage.plan import Select
 from pdstage.plan.spans import DirectPlan, Spans, split
 from pdstage.plan.tables import Index
-from tests.rows import drawn
-
-
-def carry_out(spans):
-    for src, dst, nbytes in zip(*(column.tolist() for column in spans), strict=True):
-        ctypes.memmove(dst, src, nbytes)
-
-
-@settings(max_examples=drawn(100, full=300))
-@given(t=transfers())
-def test_descriptors_move_the_tokens_and_nothing_else(t):
-    expected = t.after()
-    found = []
-    for code in HOST_CODES:
-        with host_code(code):
-            plan = DirectPlan(t.src.layout, t.src_select, t.dst.layout, t.dst_select)
-            found.append(plan.spans(t.tokens, t.src_index, t.dst_index))
-    for spans in found[1:]:
-        assert_alike(found[0], spans)
-    carry_out(found[0])
-    assert_alike(expected, t.dst.memory)
-    for held, starts in ((t.src, found[0].src), (t.dst, found[0].dst)):
-        for start, nbytes in zip(starts, found[0].nbytes, strict=True):
-            inside = [r for r in held.layout.regions if r.base <= start and start + nbytes <= r.base + r.nbytes]
-            assert len(inside) == 1
-
 
 OF = Logical(roles=2, shards=4, width=16)
 FAR = [0, 4, 2, 6], [3, 7, 1, 5]  # no neighbours

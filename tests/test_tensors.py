@@ -12,7 +12,6 @@ import torch
 from pdstage import Key, UsageError
 from pdstage.layout.topology import REPLICATED, shard_axis
 from pdstage.tensors import build, mla, paged_hnd, paged_nhd, sglang_mha, vllm_blocks, vllm_cpu_blocks
-from tests.processes import python
 
 PAGES, PAGE, HEADS, DIM = SHAPE = 5, 4, 3, 8
 WHOLE = {"total_heads": 12, "tp": (4, 1)}  # three heads a rank
@@ -77,20 +76,18 @@ def test_sglang_slots_become_pages(dtype):
     assert view.axis == shard_axis("kv_head", 12, 4, 1)
 
 
-@pytest.mark.parametrize("fused", ["apart", "halves of dim 1", "halves of the last"])
+FUSED = {
+    "apart": ((2, *SHAPE), list),
+    "halves of dim 1": ((PAGES, 2, PAGE, HEADS, DIM), lambda pool: (pool[:, 0], pool[:, 1])),
+    "halves of the last": ((PAGES, PAGE, HEADS, 2 * DIM), lambda pool: (pool[..., :DIM], pool[..., DIM:])),
+}
+
+
+@pytest.mark.parametrize("fused", FUSED)
 def test_paged_nhd(fused):
-    shape = {
-        "apart": SHAPE,
-        "halves of dim 1": (PAGES, 2, PAGE, HEADS, DIM),
-        "halves of the last": (PAGES, PAGE, HEADS, 2 * DIM),
-    }[fused]
+    shape, parts = FUSED[fused]
     pools = [filled(*shape) for _ in range(2)]
-    if fused == "apart":
-        k, v = pools[:1], pools[1:]
-    elif fused == "halves of dim 1":
-        k, v = [p[:, 0] for p in pools], [p[:, 1] for p in pools]
-    else:
-        k, v = [p[..., :DIM] for p in pools], [p[..., DIM:] for p in pools]
+    k, v = zip(*map(parts, pools), strict=True)
     layout = build(paged_nhd(k, v, layers=range(30, 30 + len(k)), **WHOLE))
     assert len(layout.regions) == 2
     for i, (a, b) in enumerate(zip(k, v, strict=True)):
@@ -298,8 +295,3 @@ def test_misuse_is_refused_in_words(misuse):
     with pytest.raises(UsageError, match=words) as refused:
         call()
     assert refused.value.remedy
-
-
-def test_importing_needs_no_torch():
-    code = "import sys, pdstage.tensors; sys.exit('torch' in sys.modules)"
-    python("-c", code, check=True)

@@ -155,7 +155,8 @@ class Transfer:
                 held = {one.of.name for one in writer.rank.parts}
                 given = tuple(sorted(Rect(*span) for span in chunk if span.component in held))
                 mine = destinations.clip(given, meeting)
-                for rects, _ in destinations.split(mine, meeting, case.limit):
+                for rects, nbytes in destinations.split(mine, meeting, case.limit):
+                    self._fits(meeting, rects, nbytes)
                     parcels.append((meeting, rects))
                     sent[number] += meeting.payload(rects)
         due = [
@@ -169,6 +170,16 @@ class Transfer:
             if path == "copy" and (meeting.pair.src.key or meeting.pair.dst.key):
                 path = "staged"  # pages that are cut are not copied from pool to pool
             getattr(self, f"_{path}")(meeting, rects)
+
+    def _fits(self, meeting: Meeting, rects: Rects, nbytes: int) -> None:
+        """Staged in so many bytes, which are no more than the limit, but where a row of one layer is."""
+        staging, (rect, *more) = meeting.src.stagings.of(meeting.shares, rects), rects
+        if nbytes != staging.nbytes(meeting.common.tokens(rects)):
+            raise Wrong(f"{rects} is not of {nbytes} bytes")
+        (per,) = [of.tokens_per_row for of in self.case.logical if of.name == rect.component]
+        one = not more and rect.layer_stop - rect.layer_start == 1 and staging.nbytes({rect.component: (0, per)})
+        if nbytes > self.case.limit >= one:
+            raise Wrong(f"{rects} is of {nbytes} bytes, more than {self.case.limit}")
 
     def _staged(self, meeting: Meeting, rects: Rects) -> None:
         tokens, writer, destination = meeting.common.tokens(rects), meeting.src, meeting.dst

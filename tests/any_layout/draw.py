@@ -221,7 +221,7 @@ def draw(
             if not (of.name in src.parted or of.name in dst.parted):
                 src.stored[of.name], dst.stored[of.name] = _first_tokens(draws, of, hows, row)
         spans += _spans(draws, of, src.stored[of.name].first_token, stop, n_layers)
-    code = "numpy" if draws.seldom(24) else "c++"
+    code = "numpy" if draws.seldom(6) else "c++"
     path = draws.pick("staged", "staged", "direct", "mixed", "copy")
     limit = draws.pick(1 << 40, 1 << 40, draws.randint(128, 4096))
     checksum, order = draws.pick(False, False, True), draws.randrange(1 << 16)

@@ -326,6 +326,14 @@ namespace {
 auto& streams = *new std::map<CUstream, std::shared_ptr<CUstream_st>>;
 auto& events = *new std::map<CUevent, std::shared_ptr<CUevent_st>>;
 
+#define FIND(all, handle, or_else)         \
+    const auto found = (all).find(handle); \
+    if (found == (all).end()) return or_else
+#define EVENT(handle)                                \
+    FIND(events, handle, CUDA_ERROR_INVALID_HANDLE); \
+    CUevent_st& asked = *found->second
+#define HANDLE(handle) FIND(handles, handle, CUDA_ERROR_INVALID_VALUE)
+
 bool is_recorded_globally() {
     for (const auto& [_, one] : streams)
         if (one->recording && one->recording->mode == CU_STREAM_CAPTURE_MODE_GLOBAL) return true;
@@ -1065,8 +1073,7 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t nbytes, const 
 
 CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp* prop, CUmemGenericAllocationHandle handle) {
     ENTER(FREE);
-    const auto found = handles.find(handle);
-    if (found == handles.end()) return CUDA_ERROR_INVALID_VALUE;
+    HANDLE(handle);
     memset(prop, 0, sizeof *prop);
     prop->type = CU_MEM_ALLOCATION_TYPE_PINNED;
     prop->requestedHandleTypes = CUmemAllocationHandleType(found->second.types);
@@ -1088,8 +1095,7 @@ CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle* handle, void*
 
 CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
     ENTER(UNSAFE);
-    const auto found = handles.find(handle);
-    if (found == handles.end()) return CUDA_ERROR_INVALID_VALUE;
+    HANDLE(handle);
     close(found->second.fd);
     handles.erase(found);
     return CUDA_SUCCESS;
@@ -1097,8 +1103,8 @@ CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
 
 CUresult cuMemExportToShareableHandle(void* out, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type, unsigned long long) {
     ENTER(UNSAFE);
-    const auto found = handles.find(handle);
-    if (found == handles.end() || !(found->second.types & type)) return CUDA_ERROR_INVALID_VALUE;
+    HANDLE(handle);
+    if (!(found->second.types & type)) return CUDA_ERROR_INVALID_VALUE;
     const int fd = dup(found->second.fd);
     if (type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) {
         *static_cast<int*>(out) = fd;
@@ -1219,8 +1225,7 @@ CUresult cuCtxGetStreamPriorityRange(int* least, int* greatest) {
 
 CUresult cuStreamDestroy(CUstream handle) {
     ENTER(UNSAFE);
-    const auto found = streams.find(handle);
-    if (found == streams.end()) return CUDA_ERROR_INVALID_HANDLE;
+    FIND(streams, handle, CUDA_ERROR_INVALID_HANDLE);
     if (!found->second->work.empty()) {
         if (setting("strict")) broke("a stream is given back with work in it");
         drain(*found->second);
@@ -1238,11 +1243,10 @@ CUresult cuStreamSynchronize(CUstream handle) {
 
 CUresult cuStreamWaitEvent(CUstream handle, CUevent event, unsigned) {
     ENTER(NEEDS_DEVICE);
-    CUstream_st* stream = stream_of(handle);
-    const auto found = events.find(event);
-    if (stream == nullptr || found == events.end()) return CUDA_ERROR_INVALID_HANDLE;
+    STREAM(handle);
+    EVENT(event);
     Work work{Work::WAIT};
-    work.event = found->second, work.version = found->second->recorded;
+    work.event = found->second, work.version = asked.recorded;
     put(*stream, std::move(work));
     return CUDA_SUCCESS;
 }
@@ -1262,17 +1266,16 @@ CUresult cuEventDestroy(CUevent event) {
 
 CUresult cuEventRecord(CUevent event, CUstream handle) {
     ENTER(NEEDS_DEVICE);
-    CUstream_st* stream = stream_of(handle);
-    const auto found = events.find(event);
-    if (stream == nullptr || found == events.end()) return CUDA_ERROR_INVALID_HANDLE;
-    if (found->second->context != stream->context) {
+    STREAM(handle);
+    EVENT(event);
+    if (asked.context != stream->context) {
         broke("an event is recorded in a stream of another device");
         return CUDA_ERROR_INVALID_HANDLE;
     }
     Work work{Work::RECORD};
     work.event = found->second;
-    if (!stream->recording) found->second->in = stream;
-    work.version = stream->recording ? found->second->done : ++found->second->recorded;
+    if (!stream->recording) asked.in = stream;
+    work.version = stream->recording ? asked.done : ++asked.recorded;
     put(*stream, std::move(work));
     return CUDA_SUCCESS;
 }
@@ -1280,9 +1283,7 @@ CUresult cuEventRecord(CUevent event, CUstream handle) {
 // As it was before the question, which moves the stream on.
 CUresult cuEventQuery(CUevent event) {
     ENTER(UNSAFE | NEEDS_DEVICE);
-    const auto found = events.find(event);
-    if (found == events.end()) return CUDA_ERROR_INVALID_HANDLE;
-    CUevent_st& asked = *found->second;
+    EVENT(event);
     const bool was = asked.done >= asked.recorded;
     if (!was)
         while (asked.done < asked.recorded && step(*asked.in)) {
@@ -1292,10 +1293,8 @@ CUresult cuEventQuery(CUevent event) {
 
 CUresult cuEventSynchronize(CUevent event) {
     ENTER(UNSAFE | NEEDS_DEVICE);
-    const auto found = events.find(event);
-    if (found == events.end()) return CUDA_ERROR_INVALID_HANDLE;
+    EVENT(event);
     setting("n_waits")++;
-    CUevent_st& asked = *found->second;
     if (setting("timed") && asked.due > now()) usleep(useconds_t((asked.due - now()) * 1e6));
     while (asked.done < asked.recorded && step(*asked.in, true)) {
     }

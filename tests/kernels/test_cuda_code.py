@@ -55,17 +55,12 @@ def bulk(way, shape, listed=0):
     return cuda_copy.BULK_SOURCE, macros(way, shape, listed=listed) | cuda_copy.bulk_macros(CudaRuntime)
 
 
-@pytest.fixture(scope="module")
-def images(request):
-    """Machine code is kept from one run to the next."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PDSTAGE_CACHE_DIR", str(request.config.cache.mkdir("pdstage-nvrtc")))
-        yield
-
-
 @pytest.fixture
-def accesses_of(images):
-    """The accesses of each kernel, in order. None of the kernels spills, each fits its registers."""
+def accesses_of(request, monkeypatch):
+    """The accesses of each kernel, in order. None of the kernels spills, each fits its registers. Machine code is kept
+    from one run to the next.
+    """
+    monkeypatch.setenv("PDSTAGE_CACHE_DIR", str(request.config.cache.mkdir("pdstage-nvrtc")))
 
     def found(kernels, architecture, *, most_registers=64, code=True):
         """Kernels by what tells them apart; without `code`, which costs the time, no accesses."""

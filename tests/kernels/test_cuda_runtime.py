@@ -106,26 +106,6 @@ def test_an_event_of_a_failed_device_raises(gpu, runtime, status):
         runtime.done(event)
 
 
-def test_a_stream_waits_for_anothers_event_and_the_host_does_not(gpu, runtime):
-    first, second = runtime.new_stream(), runtime.new_stream()
-    source = runtime.pinned(8)
-    source[:] = 7
-    memory = gpu.allocate(16, device=1)
-    before, after = runtime.event(), runtime.event()
-    n_waits = gpu["n_waits"]
-    runtime.upload(memory.address, source, first)
-    runtime.record(before, first)
-    runtime.wait(before, second)
-    with runtime.current():
-        gpu.driver.copy(memory.address + 8, memory.address, 8, second)
-    runtime.record(after, second)
-    assert not memory.view.any()
-    while not runtime.done(after):
-        pass
-    assert memory.view.tolist() == [7] * 16
-    assert gpu["n_waits"] == n_waits
-
-
 def test_a_recording_is_seen_and_relaxed_calls_leave_it_whole(gpu, runtime):
     stream, event = runtime.new_stream(), runtime.event()
     handle, graph = ctypes.c_void_p(stream), ctypes.c_void_p()
@@ -135,20 +115,6 @@ def test_a_recording_is_seen_and_relaxed_calls_leave_it_whole(gpu, runtime):
     runtime.allocate(8)
     gpu.driver.call("cuStreamEndCapture", handle, ctypes.byref(graph))
     assert not runtime.capturing(stream)
-
-
-def test_a_question_outside_of_relaxed_mode_spoils_a_recording(gpu, runtime):
-    """What the calls of this package are kept from."""
-    stream, event = runtime.new_stream(), runtime.event()
-    handle, graph = ctypes.c_void_p(stream), ctypes.c_void_p()
-    gpu["strict"] = 0
-    gpu.driver.call("cuStreamBeginCapture_v2", handle, 0)
-    gpu.driver.capture_mode(0)
-    with pytest.raises(driver.DriverError, match="failed with 900"):
-        gpu.driver.done(event)
-    gpu.driver.capture_mode(driver.RELAXED)
-    with pytest.raises(driver.DriverError, match="failed with 901"):
-        gpu.driver.call("cuStreamEndCapture", handle, ctypes.byref(graph))
 
 
 def test_what_is_no_stream_is_refused(runtime):

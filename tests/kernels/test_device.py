@@ -9,7 +9,6 @@ from pools import Logical, Stored, hold, kv_index
 from pdstage import Pool, UsageError
 from pdstage.kernels import Index
 from pdstage.kernels.backend import Recipe
-from pdstage.kernels.cuda_tables import _GROUP, PARAMS_NBYTES
 from pdstage.kernels.device import DeviceTable
 from pdstage.plan import TOKEN_MAJOR, Staging
 
@@ -41,8 +40,3 @@ def test_a_checksums_word_lies_at_a_multiple_of_8():
     index = kv_index([1, 2, 3])
     with pytest.raises(UsageError, match="the checksum's word"):
         plan.gather(staged.ctypes.data, 384, index, {"kv": (0, 12)}, sum_ptr=total.ctypes.data + 4)
-
-
-def test_structures_are_as_large_as_the_kernels_say():
-    """csrc/cuda/copy.cuh asserts the same numbers."""
-    assert (_GROUP.itemsize, PARAMS_NBYTES) == (264, 1320)

@@ -79,21 +79,19 @@ def test_lists_of_one_call_lie_apart_and_aligned_and_a_long_one_gets_a_slot(mach
     ring.give(slot, 0)
 
 
-def test_a_captured_stream_is_refused_and_the_ring_goes_on(gpu, machine, monkeypatch):
+@pytest.mark.parametrize(
+    ("fault", "error", "words"),
+    [
+        ("captured", UsageError, "give lists that lie on the device"),
+        ("fails", driver.DriverError, "cuMemcpyHtoDAsync"),
+    ],
+)
+def test_lists_that_are_not_sent_give_their_slot_back(gpu, machine, monkeypatch, fault, error, words):
     ring = IndexRing(machine, n_slots=1)
     n_made = gpu.calls("cuMemAlloc")
-    with monkeypatch.context() as patch, pytest.raises(UsageError, match="give lists that lie on the device"):
-        patch.setattr(machine, "capturing", lambda _: True)
-        put_three(ring)
-    ring.give(put_three(ring)[0], 0)
-    assert gpu.calls("cuMemAlloc") == n_made
-
-
-def test_an_upload_that_fails_gives_its_slot_back(gpu, machine):
-    ring = IndexRing(machine, n_slots=1)
-    n_made = gpu.calls("cuMemAlloc")
-    gpu.fail("cuMemcpyHtoDAsync", 1)
-    with pytest.raises(driver.DriverError, match="cuMemcpyHtoDAsync"):
+    gpu.fail("cuMemcpyHtoDAsync", fault == "fails")
+    with monkeypatch.context() as patch, pytest.raises(error, match=words):
+        patch.setattr(machine, "capturing", lambda _: fault == "captured")
         put_three(ring)
     finish()
     ring.give(put_three(ring)[0], 0)

@@ -18,6 +18,7 @@ from pdstage.plan import HEAD_MAJOR, TOKEN_MAJOR, Select
 from tests.processes import python
 from tests.rows import drawn
 
+TOTAL = np.zeros(1, np.uint64)
 native_only = pytest.mark.skipif(native.ext is None, reason="needs the extension")
 
 
@@ -120,7 +121,7 @@ def test_a_plan_serves_many_threads_at_once():
 
 
 @by_rig
-@by_misuse()
+@by_misuse(unsummed=({"sum_ptr": TOTAL.ctypes.data}, "computes no checksums"))
 def test_misuse_names_the_culprit_and_writes_nothing(rig, way, case, words):
     check_refused(rig, way, case, words)
 

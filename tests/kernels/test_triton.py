@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from pdstage.kernels import backends, checksum, device, driver, triton_copy
+from pdstage.kernels import backends, driver, triton_copy
 from pdstage.kernels.cuda_runtime import CudaRuntime
 from pdstage.kernels.triton_copy import COPY, DEPTH, GATHER, SCATTER
 from pdstage.kernels.triton_device import THREADS, ConvertVariant, Gpu, SumVariant, Variant, build, interpreted
@@ -171,18 +171,6 @@ def test_sums_of_what_is_staged_on_nvidia(arch):
         assert bool(re.findall(r"\bLDG\.E\.128\b", machine.sass)) == (access == 16)
 
 
-def test_arguments_are_in_the_kernels_order():
-    assert tuple(triton_sum_kernels.sum_kernel.arg_names[-len(SumVariant._fields) :]) == SumVariant._fields
-    assert tuple(triton_convert_kernels.convert_kernel.arg_names[-len(ConvertVariant._fields) :]) == (
-        ConvertVariant._fields
-    )
-    kinds = triton_convert_kernels.TENSOR_DIVIDE, triton_convert_kernels.TENSOR_BF16, triton_convert_kernels.TOKEN_HEAD
-    assert [kind.value for kind in (*kinds, triton_convert_kernels.MX_FLOOR)] == list(device.KINDS.values())[:4]
-    assert tuple(triton_kernels.copy_kernel.arg_names[-len(Variant._fields) :]) == Variant._fields
-    ways = triton_kernels.GATHER, triton_kernels.SCATTER, triton_kernels.COPY
-    assert tuple(way.value for way in ways) == (GATHER, SCATTER, COPY)
-
-
 def test_a_calls_tables_are_in_use_until_its_stream_is_past_it():
     """Even if one of its launches could not be made: others were."""
     with cuda_double.use() as double:
@@ -207,11 +195,6 @@ def test_a_calls_tables_are_in_use_until_its_stream_is_past_it():
         while not runtime.done(event):
             pass
         assert np.frombuffer((ctypes.c_int64 * 8).from_address(table.ptr), np.int64).tolist() == list(range(8))
-
-
-def test_checksums_are_of_one_definition():
-    for name in ("TOKEN", "SHARD", "SEGMENT", "WORD"):
-        assert getattr(triton_kernels, name).value == getattr(checksum, name)
 
 
 def test_what_is_missing_is_said_in_words(monkeypatch):

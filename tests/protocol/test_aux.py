@@ -158,47 +158,42 @@ def test_rows_out_of_reach_go_by_message(lacks: str, words: str) -> None:
 # What a peer may not say.
 
 
-@pytest.mark.parametrize("aux", ["packed", "rows"])
-def test_a_row_that_was_not_exposed_is_refused(aux: str) -> None:
+NO_ROW = m.Open(9, b"i9", (), (), (), 0, 1, True, 0, 60.0, 8)
+
+
+@pytest.mark.parametrize(
+    ("aux", "side", "message", "words"),
+    [
+        ("packed", "prefill", NO_ROW, "aux row 8, which Hello did not expose"),
+        ("rows", "prefill", NO_ROW, "aux row 8, which Hello did not expose"),
+        ("rows", "decode", m.CloseOk(1, (), bytes(23), (), True), "packed in 23 bytes"),
+    ],
+)
+def test_a_row_that_cannot_be_is_refused(aux: str, side: str, message: m.AnyMessage, words: str) -> None:
     world = World(aux=aux)
     world.receive(1)
     world.run()
-    world.say(world.p, m.Open(9, b"i9", (), (), (), 0, 1, True, 0, 60.0, 8))
-    assert "aux row 8, which Hello did not expose" in world.p.peer_warnings[-1]
-    assert not world.p.core.sessions
+    (node,) = getattr(world, side)
+    world.say(node, message)
+    assert words in node.peer_warnings[-1]
+    assert not node.core.sessions
 
 
-def test_a_packed_row_of_another_size_is_refused() -> None:
-    world = World(aux="rows")
-    handle = world.receive(1, row=3)
-    world.run()
-    world.say(world.d, m.CloseOk(handle.epoch, (), bytes(23), (), True))
-    assert "packed in 23 bytes" in world.d.peer_warnings[-1]
-    assert not world.d.core.sessions
-
-
-def test_bytes_beside_a_row_that_was_written_are_no_row() -> None:
-    """Of any length; the engine's row would be filled with them."""
+@pytest.mark.parametrize(("arrives", "aux"), [(True, b"xy"), (False, None)], ids=["bytes beside it", "none came"])
+def test_a_row_of_which_close_says_something_else_is_none(arrives: bool, aux: bytes | None) -> None:
+    """The engine's row would be filled with bytes of any length beside it; or prefill says that a staged chunk was it,
+    and the engine's row still holds another request's.
+    """
     world = World(aux="rows")
     handle, _ = begin(world)
     world.hold(is_message(m.CloseOk))
+    if not arrives:
+        world.drop(is_row)
     world.run()
-    (frame,) = world.held
-    world.say(world.d, msgspec.structs.replace(frame.message, aux=b"xy"))
+    (said,) = [item.message for item in world.held] or [m.CloseOk(handle.epoch, (m.Written(0, m.AUX, 0),), None)]
+    world.say(world.d, msgspec.structs.replace(said, aux=aux))
     assert handle.state is State.SUCCESS
-    assert (handle.shared, handle.aux) == (None, b"xy")
-
-
-def test_a_row_that_never_came_is_none() -> None:
-    """Prefill says that a staged chunk was it: the engine's row still holds another request's."""
-    world = World(aux="rows")
-    handle, _ = begin(world)
-    world.hold(is_message(m.CloseOk))
-    world.drop(is_row)
-    world.run()
-    world.say(world.d, m.CloseOk(handle.epoch, (m.Written(0, m.AUX, 0),), None))
-    assert handle.state is State.SUCCESS
-    assert (handle.shared, handle.aux) == (None, None)
+    assert (handle.shared, handle.aux) == (None, aux)
 
 
 @pytest.mark.parametrize("row", [None, 3])

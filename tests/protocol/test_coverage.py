@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,17 +64,3 @@ def test_coverage_is_a_set_of_cells(shares: tuple[Share, ...], ranges: tuple, re
 def test_nothing_asked_is_complete_at_once() -> None:
     assert Coverage((Share("a", "k", (0, 2, 1), 0, 1),), [Asked("a", 4, 4)]).missing() == ""
     assert Coverage((), [Asked("a", 0, 4)]).missing() == "", "a writer that owns nothing owes nothing"
-
-
-@pytest.mark.parametrize(
-    ("rect", "word"),
-    [
-        (Rect("z", 0, 1, 0, 2), "not asked"),
-        (Rect("a", 0, 5, 0, 2), "outside 1..4"),
-        (Rect("a", 0, 2, 0, 2), "outside 1..4"),
-        (Rect("a", 2, 2, 0, 2), "outside 1..4"),
-        (Rect("a", 1, 2, 4, 6), "not its own"),
-    ],
-)
-def test_a_problem_names_the_culprit(rect: Rect, word: str) -> None:
-    assert word in Coverage((Share("a", "k", (0, 2, 1), 0, 1),), [Asked("a", 1, 4)]).problem([rect])

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from pdstage import Aborted, Axis, Key, Layout, PeerError, Region, RowLevel, State, Topology, View
+from pdstage import Axis, Key, Layout, PeerError, Region, RowLevel, State, Topology, View
 from pdstage.protocol import messages as m
-from pdstage.protocol.compat import incompatible, lacking
+from pdstage.protocol.compat import incompatible
 from tests.pair import Memory, World, assert_failed, assert_flat
 
 REGION = Region(1 << 32, 1 << 20)
@@ -165,51 +165,37 @@ def test_a_stage_with_more_than_the_whole_other_side_is_a_misfit() -> None:
     assert incompatible(without_draft, LAST, WHOLE, STAGE) == words
 
 
-def test_stages_are_judged_together() -> None:
-    assert lacking("prefill", (FIRST, LAST), (ALL,)) == ""
-    assert lacking("decode", (ALL,), (FIRST, LAST)) == ""
-    words = "'k' of component 'kv' has 2 layers at prefill and 4 at decode: no prefill rank has layer 2"
-    assert lacking("prefill", (FIRST,), (layout(views(layers=LAYERS)),)) == words
-
-
 SHORT = layout(views(layers=(2,)), views("draft", (0,)))
 """A last stage without layer 3."""
 
 
-@pytest.mark.parametrize("submitted", [True, False])
-def test_a_prefill_pipeline_without_a_layer_is_refused_before_open_and_each_stage_is_told(submitted: bool) -> None:
-    world = Ranks([FIRST, SHORT], [ALL])
-    sent = [world.submit(1, rank) for rank in range(2)] if submitted else []
-    handle = world.announce(1)
-    world.run()
-    words = "'k' of component 'kv' has 3 layers at prefill and 4 at decode: no prefill rank has layer 3"
-    assert world.now == 0.0
-    assert handle.released
-    assert_failed(handle, words)
-    assert not [line for line in world.log if "Open(" in line]
-    for room in sent:
-        assert room.released
-        assert_failed(room, words, Aborted)
-    assert_flat(world)
-
-
 @pytest.mark.parametrize("submit_first", [True, False])
-def test_a_decode_pipeline_without_a_layer_is_refused_by_prefill_and_each_stage_is_told(submit_first: bool) -> None:
-    """No stage of decode can see what the others lack; each prefill rank hears from all of them."""
-    world = Ranks([ALL], [FIRST, SHORT])
-    sent = world.submit(1) if submit_first else None
-    handles = [world.announce(1, rank) for rank in range(2)]
-    for rank, handle in enumerate(handles):
-        world.decode[rank].core.bind(handle, (m.Asked("kv", 0, 4),), {})
-        world.carry(world.decode[rank])
+@pytest.mark.parametrize(
+    ("src", "dst", "words"),
+    [
+        ([FIRST, SHORT], [ALL], "3 layers at prefill and 4 at decode: no prefill rank has layer 3"),
+        ([ALL], [FIRST, SHORT], "4 layers at prefill and 3 at decode: no decode rank has layer 3"),
+    ],
+    ids=["prefill", "decode"],
+)
+def test_a_pipeline_without_a_layer_is_refused_and_each_stage_is_told(
+    src: list[Layout], dst: list[Layout], words: str, submit_first: bool
+) -> None:
+    """Prefill's before Open. No stage of decode can see what the others lack; each prefill rank hears from all."""
+    world = Ranks(src, dst)
+    sent = [world.submit(1, rank) for rank in range(len(src))] if submit_first else []
+    handles = [world.announce(1, rank) for rank in range(len(dst))]
+    for node, handle in zip(world.decode, handles, strict=True):
+        node.core.bind(handle, (m.Asked("kv", 0, 4),), {})
+        world.carry(node)
     world.run()
-    sent = sent or world.submit(1)
+    sent = sent or [world.submit(1, rank) for rank in range(len(src))]
     world.run()
-    words = "'k' of component 'kv' has 4 layers at prefill and 3 at decode: no decode rank has layer 3"
     assert world.now == 0.0
-    for room in (sent, *handles):
+    assert any("Open(" in line for line in world.log) is (len(dst) > 1)
+    for room in (*sent, *handles):
         assert room.released
-        assert_failed(room, words)
+        assert_failed(room, f"'k' of component 'kv' has {words}")
     assert_flat(world)
 
 

@@ -25,21 +25,6 @@ def aborts(world: World) -> int:
     return sum("Abort(" in line for line in world.log)
 
 
-def test_a_writer_that_has_not_answered_yet_is_told_once_it_does() -> None:
-    world = World()
-    sent = world.send(1)
-    world.hold(is_message(m.Welcome))
-    handle = world.receive(1)
-    world.run()
-    abort(world, handle)
-    world.run()
-    assert handle.released and not sent.ended
-    world.free()
-    world.run()
-    assert_given_up(handle, sent)
-    assert_flat(world)
-
-
 def restart(world: World) -> None:
     world.restart(world.p)
 

@@ -87,12 +87,6 @@ def test_a_damaged_tag_raises_peer_error_only(tag: wire.Tag, data: st.DataObject
         assert str(error)
 
 
-def test_a_tag_about_an_unknown_component_is_refused() -> None:
-    data = wire.encode_tag(wire.Tag(m.SessionId(1, 2), 3, 4, 5, 6, (Rect("swa", 0, 1, 0, 1),)), NAMES)
-    with pytest.raises(PeerError, match="component number 2"):
-        wire.decode_tag(data, ("dsa", "kv"))
-
-
 def test_the_largest_tag_is_as_large_as_a_message_may_carry() -> None:
     """The limit is a number of `messages`, which knows nothing of how a tag is packed."""
     tag = wire.encode_tag(wire.Tag(m.SessionId(1, 2), 3, 4, 5, 6, (Rect("kv", 0, 1, 0, 1),) * m.MAX_RECTS), NAMES)

@@ -8,8 +8,6 @@ import pytest
 
 from pdstage import PeerError, State, UsageError
 from pdstage.protocol import messages as m
-from pdstage.protocol import wire
-from pdstage.protocol.session import Send
 from tests.pair import Item, World, assert_failed, assert_flat, is_kind, is_message, nth
 from tests.rows import either_side
 
@@ -216,19 +214,10 @@ def test_bye_is_not_answered_while_a_write_is_in_flight() -> None:
     writer = world.p
     session = writer.session
 
-    def say(message: m.AnyMessage, seq: int) -> list[m.AnyMessage]:
-        writer.core.endpoint.take_effects()
-        writer.core.endpoint.receive(b"D0", wire.encode(session.id, seq, message))
-        return [
-            wire.decode(effect.frame).message
-            for effect in writer.core.endpoint.take_effects()
-            if isinstance(effect, Send)
-        ]
-
     assert world.held
-    assert say(m.Bye(), session.last_seq + 1) == []
+    assert world.say(writer, m.Bye()) == []
     assert session.id not in writer.core.sessions
-    assert say(m.Heartbeat(), 0) == []
+    assert world.say(writer, m.Heartbeat(), session) == []
     world.release_held()
     world.run(until=world.now)
-    assert say(m.Heartbeat(), 0) == [m.NoSession(writer.core.incarnation)]
+    assert world.say(writer, m.Heartbeat(), session) == [m.NoSession(writer.core.incarnation)]

@@ -14,7 +14,7 @@ from pdstage.protocol import messages as m
 from pdstage.protocol.compat import items_problem
 from pdstage.protocol.decode_rooms import Coverage
 from tests.owners import with_owned
-from tests.pair import PAGE, Memory, World, assert_failed, assert_flat, cell, held_of, make_layout, place, pool_nbytes
+from tests.pair import PAGE, Memory, World, assert_flat, cell, held_of, make_layout, place, pool_nbytes
 from tests.rows import both_paths
 
 HEADS = 2
@@ -84,25 +84,11 @@ def test_rooms_between_ranks_that_hold_different_tokens(src, dst, path):
         assert_flat(world)
 
 
-def test_too_big_chunks_are_split_by_common_tokens():
-    """Lanes of four tokens of one layer: chunks of 64 come in pieces that fit."""
-    world = Parts((2, 1), (3, 16), 1, 1, 64, lane_nbytes=512, buffer_nbytes=512, layers=2)
-    for rank, handle in enumerate(transfer(world, step=64)):
-        world.check(handle, 1, 64, rank)
-    assert_flat(world)
-
-
 def test_a_writer_that_holds_none_of_a_rectangle_may_not_deliver_it():
     common = Common({"kv": (TokenShard(2, 0, 16), TokenShard())})
     coverage = Coverage((Share("kv", "k", (0, 2, 1), 0, 1),), (m.Asked("kv", 0, 100),), common)
     assert "hold no token both" in coverage.problem([Rect("kv", 16, 32, 0, 2)])
     assert not coverage.problem([Rect("kv", 15, 32, 0, 2)])
-    for start, stop in ((0, 8), (8, 16), (40, 48), (32, 40), (60, 99)):
-        assert coverage.missing()
-        coverage.add([Rect("kv", start, stop, 0, 2)])
-    assert "layer 0 from token 99" in coverage.missing()
-    coverage.add([Rect("kv", 99, 100, 0, 2)])
-    assert not coverage.missing() and coverage.covers([Rect("kv", 0, 100, 0, 2)])
 
 
 @pytest.mark.parametrize(("n_items", "first", "fits"), [(2, 0, True), (1, 0, False), (1, 4, False), (2, 4, False)])
@@ -129,11 +115,3 @@ def pages_of(n_pages: int) -> Layout:
 
 def problem(layout: Layout, numbers: np.ndarray, asked: m.Asked, first: int = 0) -> str:
     return items_problem(layout, m.Items("kv", first, memoryview(numbers).cast("B")), asked)
-
-
-def test_a_missing_part_fails_the_room_in_words():
-    world = Parts((2, 16), (1, 0), 1, 1, 20)
-    handle = world.receive(1, 20, numbers(world, 1, 0, PAGE, 1), prefill=1)
-    world.run(until=5.0)
-    for words in ("part 1 of 2 (blocks of 16)", "decode holds all tokens", "nobody sends part 0 of 2"):
-        assert_failed(handle, words)

@@ -111,6 +111,3 @@ def test_a_writer_that_holds_nothing_and_gives_up_fails_no_room() -> None:
     world.check(handle, 1)
     assert handle.released
     assert_flat(world)
-
-
-# Destinations that need nothing but aux.

@@ -48,13 +48,9 @@ def test_release_keeps_the_state_and_happens_once(events: list[Event]) -> None:
     assert room.ended is (state in {S, F})
 
 
-def test_room_ids_of_different_types_differ() -> None:
-    rooms = [1, "1", b"1", -1, 2**63, "i1", b"s1", ""]
-    assert len({room_key(room) for room in rooms}) == len(rooms)
-
-
-@pytest.mark.parametrize("room", [0, -5, 17, "a", "ünï", b"", b"\xff\x00"])
+@pytest.mark.parametrize("room", [0, -5, 1, "1", b"1", 2**63, "i1", b"s1", "", "ünï", b"", b"\xff\x00"])
 def test_room_ids_survive_their_keys(room: RoomId) -> None:
+    """So those of different types differ."""
     assert room_id(room_key(room)) == room
     assert type(room_id(room_key(room))) is type(room)
 

@@ -188,7 +188,7 @@ def test_only_the_writer_that_holds_a_lease_can_return_it() -> None:
     (lease,) = core.leases.live()
     stranger = next(session for session in core.sessions.values() if session is not lease.session)
     for message in (m.Returned(1, 0, 0, lease.lane, lease.cursor), m.Drained(1), m.CloseOk(1, (), None)):
-        core.endpoint.receive(stranger.route, wire.encode(stranger.id, stranger.last_seq + 1, message))
+        world.say(world.d, message, stranger)
     assert core.leases.live() == [lease]
     assert not handle.ended
     tag = wire.Tag(stranger.id, 1, 0, lease.lane, lease.cursor, lease.rects)
