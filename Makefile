@@ -8,6 +8,7 @@ PIP := $(BIN)/python -m pip
 # What is imported is compiled then, which is a small part of what is installed.
 INSTALL = install -qq --no-compile
 STAMP := $(VENV)/.pdstage-setup
+DEMO_STAMP := $(VENV)/.pdstage-demo
 CXX_SOURCES = $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 TESTS ?=
 WORKERS ?= 4
@@ -49,26 +50,32 @@ $(BIN)/python:
 	    echo "$(PYTHON) has neither ensurepip nor pip; install the packages python3-venv and python3-dev" >&2; exit 1; }
 
 # Order matters: torch alone, so that its index is asked for it only; nixl without its dependencies, which would pull a
-# second torch and CUDA wheels it does not need on the CPU. Mooncake's wheel needs libraries of the system, which pip does
-# not bring.
-$(STAMP): pyproject.toml setup.py constraints.txt $(CXX_SOURCES) | $(BIN)/python
+# second torch and CUDA wheels it does not need on the CPU.
+$(DEMO_STAMP): pyproject.toml setup.py constraints.txt $(CXX_SOURCES) | $(BIN)/python
 	$(PIP) $(INSTALL) -c constraints.txt torch==2.13.0 numpy
 	$(PIP) $(INSTALL) --no-deps nixl==1.5.1 nixl-cu13==1.5.1
+	$(call NEEDED,demo etcd metrics top)
+	$(PIP) $(INSTALL) -c constraints.txt -r $(VENV)/requirements.txt setuptools wheel pybind11
+	$(PIP) $(INSTALL) --no-deps --no-build-isolation -e .
+	@$(BIN)/python -c 'from pdstage import native; print("pdstage is ready, host code:", native.active())'
+	@touch $@
+
+NEEDED = @$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+    e = p["optional-dependencies"]; \
+    print(*p["dependencies"], *(one for name in "$(1)".split() for one in e[name]), sep="\n")' > $(VENV)/requirements.txt
+
+# Mooncake's wheel needs libraries of the system, which pip does not bring.
+$(STAMP): $(DEMO_STAMP)
 	$(PIP) $(INSTALL) -c constraints.txt mooncake-transfer-engine-non-cuda
 	@$(MOONCAKE_IMPORTS) || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || \
 	    $(APT_INSTALL) >/dev/null 2>&1 || { apt-get update -qq && $(APT_INSTALL) >/dev/null; } || true
 	@$(MOONCAKE_IMPORTS) || echo "transport mooncake has no $(MOONCAKE_NEEDS): its tests are skipped until they are installed" \
 	    "(as root: apt-get install -y $(MOONCAKE_NEEDS))" >&2
-	$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-	    e = p["optional-dependencies"]; \
-	    names = ("demo", "etcd", "metrics", "top", "docs", "dev"); \
-	    print(*p["dependencies"], *(one for name in names for one in e[name]), sep="\n")' > $(VENV)/requirements.txt
+	$(call NEEDED,docs dev)
 	$(PIP) $(INSTALL) -c constraints.txt -r $(VENV)/requirements.txt
-	$(PIP) $(INSTALL) --no-deps --no-build-isolation -e .
-	@$(BIN)/python -c 'from pdstage import native; print("pdstage is ready, host code:", native.active())'
 	@touch $@
 
-demo: $(STAMP)  ## Move a real model's KV cache from TP 4 to TP 2 and go on decoding (ARGS="--path direct").
+demo: $(DEMO_STAMP)  ## Move a real model's KV cache from TP 4 to TP 2 and go on decoding (ARGS="--path direct").
 	@mkdir -p build
 	$(BIN)/pdstage demo --picture build/demo.svg $(ARGS)
 

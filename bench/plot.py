@@ -118,7 +118,8 @@ def path_plots(report: dict[str, Any]) -> list[Plot]:
 def _taken(name: str, report: dict[str, Any]) -> list[str]:
     """On what, of which commit and by which command a report was taken."""
     on = report["machine"]
-    return [f"`{name}.json`: {on['cpu']}, {on['cores']} cores, commit `{report['commit']}`, `{report['command']}`.", ""]
+    command = report["command"].replace(" --json ", " --output ")  # which it is called since
+    return [f"`{name}.json`: {on['cpu']}, {on['cores']} cores, commit `{report['commit']}`, `{command}`.", ""]
 
 
 def paths_section(held: dict[str, dict[str, Any]]) -> str:

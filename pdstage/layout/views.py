@@ -356,14 +356,16 @@ def check_inside(view: View, regions: tuple[Region, ...]) -> None:
 
 
 def check_heads(layout: Layout, topology: Topology) -> None:
-    """Raises `UsageError` where views hold other KV heads than the rank at that place has."""
+    """Raises `UsageError` where views lack KV heads that the rank at that place has. They may hold more: ranks that
+    share a prompt's computation are replicas of one another.
+    """
+    tp = topology.tp_size, topology.tp_rank
     for view in layout.views():
-        axis, tp = view.axis, (topology.tp_size, topology.tp_rank)
-        if (
-            axis.name == "kv_head"
-            and axis.count < axis.total
-            and axis != (own := shard_axis(axis.name, axis.total, *tp))
-        ):
+        axis = view.axis
+        if axis.name != "kv_head":
+            continue
+        own = shard_axis(axis.name, axis.total, *tp)
+        if own.first < axis.first or own.first + own.count > axis.first + axis.count:
             raise UsageError(
                 f"view {view.key} has KV heads {axis.first} to {axis.first + axis.count - 1} of {axis.total}, and rank "
                 f"{tp[1]} of TP {tp[0]} has {own.first} to {own.first + own.count - 1}",

@@ -40,7 +40,9 @@ def checkout(tmp_path: Path) -> Path:
     (top / ".venv").symlink_to(sys.prefix)
     tools = tmp_path / "bin"
     tools.mkdir()
-    (tools / "make").write_text(f'#!/bin/sh\nexec {shutil.which("make")} -o .venv/.pdstage-setup "$@"\n')
+    (tools / "make").write_text(
+        f'#!/bin/sh\nexec {shutil.which("make")} -o .venv/.pdstage-setup -o .venv/.pdstage-demo "$@"\n'
+    )
     (tools / "make").chmod(0o755)
     return top
 
