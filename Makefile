@@ -211,7 +211,6 @@ wheel: $(STAMP)  ## Build dist/*.whl.
 	$(PIP) wheel -q --no-deps --no-build-isolation -w dist .
 
 build/wheels-venv/.pdstage-setup: tests/wheels/requirements.txt | $(BIN)/python
-	@echo "$(@D) is made: an engine's package and what it imports, for a minute or two" >&2
 	rm -rf $(@D)
 	$(BIN)/python -m venv --without-pip $(@D)
 	$(PIP) --python $(@D)/bin/python $(INSTALL) -r $<

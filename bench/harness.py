@@ -229,6 +229,11 @@ def run_traced(name: str, quick: bool, trace: Path, **options: object) -> dict[s
     return report
 
 
+def command_of(report: dict[str, Any]) -> str:
+    """The command that a report was made by, as it is given today."""
+    return str(report["command"]).replace(" --json ", " --output ")
+
+
 def table(report: dict[str, Any]) -> str:
     """A report as text, one line per row."""
     rows = []

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import pdstage
 from pdstage.errors import UsageError
 
+from .harness import command_of
+
 ROOT = Path(pdstage.__file__).resolve().parent.parent
 PAGE, PATHS_PAGE = Path("docs/kernels.md"), Path("docs/transports.md")
 PLOTS, RESULTS = Path("docs/plots"), Path("bench/results")
@@ -118,8 +120,10 @@ def path_plots(report: dict[str, Any]) -> list[Plot]:
 def _taken(name: str, report: dict[str, Any]) -> list[str]:
     """On what, of which commit and by which command a report was taken."""
     on = report["machine"]
-    command = report["command"].replace(" --json ", " --output ")  # which it is called since
-    return [f"`{name}.json`: {on['cpu']}, {on['cores']} cores, commit `{report['commit']}`, `{command}`.", ""]
+    return [
+        f"`{name}.json`: {on['cpu']}, {on['cores']} cores, commit `{report['commit']}`, `{command_of(report)}`.",
+        "",
+    ]
 
 
 def paths_section(held: dict[str, dict[str, Any]]) -> str:
@@ -157,7 +161,7 @@ def section(held: dict[str, dict[str, Any]]) -> str:
     text = []
     for name, report in _gpus(held).items():
         where = report["machine"]["gpu"]["name"]
-        text += [f"`{name}.json`: {where}, commit `{report['commit']}`, `{report['command']}`.", ""]
+        text += [f"`{name}.json`: {where}, commit `{report['commit']}`, `{command_of(report)}`.", ""]
         for plot in gpu_plots(report, name):
             text += [f"![{plot.title}](plots/{plot.file})", "", *_table(plot), ""]
         text += [*_missed(name, report), ""]

@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pdstage.bench.harness import command_of
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "bench" / "results"
@@ -86,8 +88,7 @@ def section(name: str, report: dict[str, Any]) -> str:
             (on.get("gpu", {}).get("name"), on["cpu"], "cores" in on and f"{on['cores']} cores", on.get("system")),
         )
     )
-    command = report["command"].replace(" --json ", " --output ")  # which it is called since
-    text = [f"## {name}", "", f"{where}; commit `{report['commit']}`; `{command}`.", ""]
+    text = [f"## {name}", "", f"{where}; commit `{report['commit']}`; `{command_of(report)}`.", ""]
     text += [f"Not measured: {one}." for one in report.get("left_out", ())]
     for plot in sorted(PLOTS.glob(f"{name}-*.svg")):
         text += [f"![{plot.stem.replace('-', ' ')}](plots/{plot.name})", ""]

@@ -117,6 +117,14 @@ def test_no_text_breaks_a_type(kind, text):
         kind(text)
 
 
+def test_a_result_needs_python_alone():
+    """On a machine with a borrowed GPU nothing is installed; and JSON has no NaN."""
+    code = (
+        "import sys; sys.modules['msgspec'] = None; from pdstage.tools.results import as_json; print(as_json([1e999]))"
+    )
+    assert json.loads(python("-c", code, check=True).stdout) == [None]
+
+
 def test_a_reader_that_has_read_enough_is_no_fault():
     command = f"{sys.executable} -m pdstage doctor --only host | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)

@@ -89,3 +89,8 @@ def test_every_option_of_a_node_is_told_of() -> None:
     names = {**parameters(PrefillNode), **parameters(DecodeNode), **DEFAULTS}
     missing = [name for name in names if name != "options" and f"`{name}`" not in told]
     assert missing == []
+
+
+def test_a_state_prints_its_name():
+    assert f"{pdstage.State.SUCCESS} {pdstage.State.FAILED:>7}" == "SUCCESS  FAILED"
+    assert str(pdstage.State.SUCCESS) == "SUCCESS"

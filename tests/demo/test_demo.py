@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.util import find_spec
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -124,6 +125,23 @@ def test_what_is_not_the_same_is_said(capsys):
     assert not demo.is_good(report)
     assert demo.is_good(report | {"tokens_identical": True})
     assert not demo.is_good(report | {"tokens_identical": True, "negative_control_caught": False})
+
+
+def test_the_picture_has_a_bar_for_each_path():
+    moves = [
+        {"path": path, "descriptors": n, "seconds": n / 1e3, "bytes_moved": 1}
+        for path, n in (
+            ("direct", 400),
+            ("staged", 100),
+            ("direct", 200),
+            ("staged", 90),
+            ("direct", 300),
+            ("staged", 80),
+        )
+    ]
+    drawn = ElementTree.fromstring(demo.picture(moves))
+    bars = [float(one.get("width")) for one in drawn if one.tag.endswith("rect")]
+    assert bars == [400.0, 120.0] * 2
 
 
 def test_a_transformers_without_the_model_is_named(monkeypatch):
