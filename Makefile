@@ -33,7 +33,7 @@ CPU_BENCHES := plan wire host-kernels rooms transfer
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo serve test test-all test-engines test-e2e venvs sim mutants matrix chaos fuzz etcd rules lint weight types format \
-    bench gpu rehearse sanitize asan tsan micro plots docs site native sdist wheel wheels clean distclean
+    bench gpu rehearse sanitize asan tsan micro plots docs site native sdist wheel wheels release clean distclean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -50,13 +50,17 @@ $(BIN)/python:
 	    echo "$(PYTHON) has neither ensurepip nor pip; install the packages python3-venv and python3-dev" >&2; exit 1; }
 
 # Order matters: torch alone, so that its index is asked for it only; nixl without its dependencies, which would pull a
-# second torch and CUDA wheels it does not need on the CPU.
+# second torch and CUDA wheels it does not need on the CPU. The C++ extension is compiled beside that.
 $(DEMO_STAMP): pyproject.toml setup.py constraints.txt $(CXX_SOURCES) | $(BIN)/python
-	$(PIP) $(INSTALL) -c constraints.txt torch==2.13.0 numpy
-	$(PIP) $(INSTALL) --no-deps nixl==1.5.1 nixl-cu13==1.5.1
+	$(PIP) $(INSTALL) -c constraints.txt setuptools wheel pybind11
 	$(call NEEDED,demo etcd metrics top)
-	$(PIP) $(INSTALL) -c constraints.txt -r $(VENV)/requirements.txt setuptools wheel pybind11
-	$(PIP) $(INSTALL) --no-deps --no-build-isolation -e .
+	@echo "torch, nixl and what else the demo needs are installed, the C++ extension is compiled meanwhile"
+	@$(BIN)/python setup.py -q build_ext --inplace >$(VENV)/compiler.log 2>&1 & set -e; \
+	    $(PIP) $(INSTALL) -c constraints.txt torch==2.13.0 numpy; \
+	    $(PIP) $(INSTALL) --no-deps nixl==1.5.1 nixl-cu13==1.5.1; \
+	    $(PIP) $(INSTALL) -c constraints.txt -r $(VENV)/requirements.txt; \
+	    PDSTAGE_NATIVE=no $(PIP) $(INSTALL) --no-deps --no-build-isolation -e .; \
+	    wait $$! || { cat $(VENV)/compiler.log >&2; exit 1; }
 	@$(BIN)/python -c 'from pdstage import native; print("pdstage is ready, host code:", native.active())'
 	@touch $@
 
@@ -218,6 +222,9 @@ build/wheels-venv/.pdstage-setup: tests/wheels/requirements.txt | $(BIN)/python
 
 wheels: build/wheels-venv/.pdstage-setup  ## Build dist/*manylinux*.whl for Python 3.11 to 3.13 and try them in empty venvs.
 	build/wheels-venv/bin/python -m tests.wheels $(ARGS)
+
+release: build/wheels-venv/.pdstage-setup  ## Make a release but for its upload: wheels, checksums, provenance, signatures, tag.
+	build/wheels-venv/bin/python -m tests.wheels.release
 
 clean:  ## Remove what builds and tools left behind; keep .venv.
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks

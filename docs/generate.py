@@ -1,6 +1,6 @@
 """Writes the generated parts of docs: the deadlines and the tests of each invariant in reliability.md, the table of
 traits in transports.md, that of `tuning` in tune.md, the variables in environment.md, every metric in metrics.md. It
-also runs `performance` and `pictures` beside it.
+also runs `performance`, `pictures` and `reference` beside it.
 
     python docs/generate.py
 
@@ -26,6 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 import performance  # noqa: E402
 import pictures  # noqa: E402
+import reference  # noqa: E402
 import tuning  # noqa: E402
 
 from pdstage import DecodeNode, PrefillNode, environment  # noqa: E402
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 PAGE = ROOT / "docs" / "reliability.md"
+API_PAGE = ROOT / "docs" / "api.md"
 METRICS_PAGE = ROOT / "docs" / "metrics.md"
 ENVIRONMENT_PAGE = ROOT / "docs" / "environment.md"
 TRANSPORTS_PAGE = ROOT / "docs" / "transports.md"
@@ -181,14 +183,18 @@ def metrics() -> str:
 
 
 def variables() -> str:
-    """Every environment variable that is read, by whom, and what it may be."""
-    head = ["| variable | may be | unset | what for | read by |", "|---|---|---|---|---|"]
-    return "\n".join(
-        [
-            *head,
-            *(f"| `{v.name}` | {v.values} | {v.unset} | {v.meaning} | {v.read_by} |" for v in environment.VARIABLES),
+    """Every environment variable that is read, by whom, and what it may be; those of who works on pdstage apart."""
+    own = ("PDSTAGE_COMMIT", "PDSTAGE_TEST_TRANSPORTS", "PDSTAGE_GPU_TESTS")
+    lines = []
+    for theirs in (False, True):
+        lines += ["", "For who works on pdstage:", ""] if theirs else []
+        lines += ["| variable | may be | unset | what for | read by |", "|---|---|---|---|---|"]
+        lines += [
+            f"| `{v.name}` | {v.values} | {v.unset} | {v.meaning} | {v.read_by} |"
+            for v in environment.VARIABLES
+            if (v.name in own) is theirs
         ]
-    )
+    return "\n".join(lines)
 
 
 def node_options() -> str:
@@ -259,3 +265,4 @@ if __name__ == "__main__":
     pictures.write()
     for page, parts in PAGES.items():
         page.write_text(written(page.read_text(), parts))
+    API_PAGE.write_text(reference.written(API_PAGE.read_text()))

@@ -7,10 +7,14 @@ such file, so that no link leaves it; a link to a file that is not there stays a
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mkdocs.structure.files import File
+
+sys.path.insert(0, str(Path(__file__).parent))
+import reference
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -35,7 +39,7 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: object) -> str:
-    """Points links that leave docs/ at the site's copies."""
+    """Points links that leave docs/ at the site's copies, and has mkdocstrings write the reference."""
 
     def here(found: re.Match[str]) -> str:
         path = (Path(config.docs_dir) / found[1]).resolve()
@@ -44,7 +48,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: objec
         name = path.relative_to(ROOT).as_posix()
         return f"]({PAGES.get(name) or _copy_of(path)}"
 
-    return LINK.sub(here, markdown)
+    return LINK.sub(here, reference.directives(markdown))
 
 
 def _copy_of(path: Path) -> str:

@@ -22,6 +22,8 @@ def test_no_page_is_stale() -> None:
     for path, parts in generate.PAGES.items():
         page = path.read_text()
         assert generate.written(page, parts) == page, f"{path.name}: run `make docs`"
+    page = generate.API_PAGE.read_text()
+    assert generate.reference.written(page) == page, "api.md: run `make docs`"
 
 
 def test_traits_read_from_the_source_are_those_declared() -> None:

@@ -25,7 +25,7 @@ INLINE = re.compile(r"`((?:pdstage|make|python3? -m) [^`\n]+)`")
 NOT_OURS = {"NAME", "FILE", "ADDRESS", "X", "..."}
 MAKES_OWN = {"MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS"}
 README_LINES, PAGE_LINES = 125, 250
-REFERENCE = {"transports.md", "performance.md"}
+REFERENCE = {"api.md", "transports.md", "performance.md"}
 NO_COMMANDS = {"pdstage gather room-3 #2"}  # the name of a slice of a trace
 
 
