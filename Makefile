@@ -32,7 +32,7 @@ HANGS_S = 1200
 CPU_BENCHES := plan wire host-kernels rooms transfer
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-all test-engines test-e2e venvs sim mutants matrix chaos fuzz etcd rules lint weight types format \
+.PHONY: help setup demo serve test test-all test-engines test-e2e venvs servers sim mutants matrix chaos fuzz etcd rules lint weight types format \
     bench gpu rehearse sanitize asan tsan micro plots docs site native sdist wheel wheels release clean distclean
 
 help:  ## Show this list.
@@ -113,12 +113,13 @@ $(BIN)/promtool: | $(STAMP)
 	cd $(VENV) && { apt-get download -qq prometheus >/dev/null 2>&1 || { apt-get update -qq && apt-get download -qq prometheus; } } \
 	    && dpkg -x prometheus_*.deb unpacked && mv unpacked/usr/bin/promtool bin && rm -r unpacked prometheus_*.deb
 
-rules: $(BIN)/promtool  ## Evaluate the alerts by promtool, over incidents that are played on real nodes.
+servers: $(BIN)/promtool  ## Install what some tests skip without: etcd (as root, with apt) and promtool.
 	@$(HAVE_ETCD)
+
+rules: servers  ## Evaluate the alerts by promtool, over incidents that are played on real nodes.
 	$(BIN)/python $(PYTEST) tests/watch/test_docs.py tests/watch/test_incidents.py $(ARGS)
 
-etcd: $(STAMP)  ## Test the directory on real etcd servers: members killed, stopped, full, with users and certificates.
-	@$(HAVE_ETCD)
+etcd: servers  ## Test the directory on real etcd servers: members killed, stopped, full, with users and certificates.
 	$(BIN)/python $(PYTEST) tests/control/test_etcd.py tests/control/test_contract.py $(ARGS)
 
 test-all:  ## Run everything that needs no engine: all mutants, all drawn cases, all rows.
@@ -131,8 +132,7 @@ test-engines: $(ENGINES:%=$(ENGINE_VENVS)/%/.pdstage-setup)  ## Test the adapter
 test-e2e: HANGS_S = 1800
 test-e2e: $(WHOLE_ENGINES:%=test-e2e-%)  ## Test real servers on the CPU (FULL=1 for everything, ENGINES=vllm ARGS="-k local").
 
-test-e2e-%: $(ENGINE_VENVS)/%-cpu/.pdstage-setup $(BIN)/promtool
-	@$(HAVE_ETCD)
+test-e2e-%: $(ENGINE_VENVS)/%-cpu/.pdstage-setup servers
 	$(FEW_CORES) $(ENGINE_VENVS)/$*-cpu/bin/python $(PYTEST) tests/e2e/$* $(if $(FULL),--full) $(ARGS)
 
 venvs: $(ENGINES:%=$(ENGINE_VENVS)/%/.pdstage-setup) $(WHOLE_ENGINES:%=$(ENGINE_VENVS)/%-cpu/.pdstage-setup)  ## Make the engines' venvs.
