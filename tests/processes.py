@@ -16,20 +16,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_STOPS_S = 240.0
+_ENDS_S = 240.0
 _CLONE_NEWNET = 0x4000_0000
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _CLAIMS: list[socket.socket] = []
 
 
+def until(done: Callable[[], object], what: object) -> None:
+    """Looks again and again until `done`; else it is said what is not so."""
+    deadline_at = time.monotonic() + _ENDS_S
+    while not done():
+        assert time.monotonic() < deadline_at, what() if callable(what) else what
+        time.sleep(0.01)
+
+
 def stop(pid: int) -> None:
     """Until SIGCONT. The thread that takes the signal stops the others: on a busy machine they run on for a while."""
     os.kill(pid, signal.SIGSTOP)
-    deadline_at = time.monotonic() + _STOPS_S
-    while any(_state(task) not in "TZX" for task in Path(f"/proc/{pid}/task").glob("*/stat")):
-        assert time.monotonic() < deadline_at, f"process {pid} does not stop"
-        time.sleep(0.001)
+    tasks = Path(f"/proc/{pid}/task")
+    until(lambda: all(_state(task) in "TZX" for task in tasks.glob("*/stat")), f"process {pid} does not stop")
 
 
 def _state(task: Path) -> str:

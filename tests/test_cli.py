@@ -51,6 +51,9 @@ def failed(capsys, *argv: str) -> tuple[int, str]:
         (("bootstrap", "--allow", __file__), "--allow without --keys"),
         (("keys", "--public", "/no/such/file"), "/no/such/file"),
         (("drain", "nowhere"), "'nowhere'"),
+        (("drain", "tcp://h:1", "--allow", __file__), "--allow without --keys"),
+        (("top",), "endpoint"),
+        (("top", "nowhere"), "not a metrics endpoint"),
     ],
 )
 def test_bad_arguments_are_one_line_and_exit_code_2(capsys, argv, names):

@@ -134,9 +134,10 @@ def test_scales_are_dealt_to_the_writer_of_what_they_are_of(scales, plain):
 
 def test_shares_name_the_shard_nobody_holds():
     whole = model(4, 1, 0, range(4), [])
-    with pytest.raises(UsageError, match=r"no prefill rank holds shard 0 of .*layer=3") as refused:
+    with pytest.raises(UsageError, match=r"no prefill rank holds shard 0 of .*layer=3") as caught:
         shares({0: model(4, 1, 0, range(3), [])}, whole, (1, 0))
-    assert refused.value.fields == {"key": Key("kv", "k", 3), "shard": 0}
+    error = caught.value
+    assert error.fields == {"key": Key("kv", "k", 3), "shard": 0}
     with pytest.raises(UsageError, match="holds shard 2 of"):
         shares({0: model(4, 2, 0, range(4), [])}, whole, (1, 0))
 

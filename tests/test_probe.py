@@ -99,10 +99,10 @@ def test_what_is_wrong_is_refused_by_name_and_left_as_it_was(name: str) -> None:
     k, v = caches()
     wrong, told = WRONG[name]
     words = "layer 'layers.0' .* attention backend SOME_ATTN"
-    with left_as_it_was(k, v), pytest.raises(UsageError, match=words) as refused:
+    with left_as_it_was(k, v), pytest.raises(UsageError, match=words) as caught:
         prove(wrong(k, v), writer(k, v))
-    assert told in str(refused.value)
-    assert {"layer", "backend", "expected", "found", "item", "token", "shard"} <= set(refused.value.fields)
+    assert told in str(caught.value)
+    assert {"layer", "backend", "expected", "found", "item", "token", "shard"} <= set(caught.value.fields)
 
 
 def test_bytes_that_no_view_covers_are_refused() -> None:
@@ -149,9 +149,10 @@ def test_without_a_writer_a_layer_needs_the_operators_word() -> None:
     k, v = caches()
     with pytest.raises(
         UsageError, match="nothing proves how attention backend SOME_ATTN keeps layer 'layers.0'"
-    ) as refused:
+    ) as caught:
         prove(nhd(k, v), None)
-    assert "trust_layout" in str(refused.value)
+    error = caught.value
+    assert "trust_layout" in str(error)
     assert prove(nhd(k, v), None, trust_layout=True).trusted == ("layers.0",)
     with pytest.raises(UsageError, match="is not laid out"):  # the operator's word does not outweigh a writer
         prove(nhd(v, k), writer(k, v), trust_layout=True)

@@ -12,9 +12,9 @@ from pdstage.layout.topology import Topology, shard_range
 
 @pytest.mark.parametrize(("total", "tp", "rank"), [(0, 1, 0), (8, 0, 0), (8, 4, 4), (8, 4, -1), (-1, 1, 0)])
 def test_shard_range_refuses_nonsense(total, tp, rank):
-    with pytest.raises(UsageError, match="is impossible") as refused:
+    with pytest.raises(UsageError, match="is impossible") as caught:
         shard_range(total, tp, rank)
-    assert refused.value.fields == {"total": total, "tp": tp, "rank": rank}
+    assert caught.value.fields == {"total": total, "tp": tp, "rank": rank}
 
 
 def test_unique_ranks_do_not_collide():

@@ -30,9 +30,8 @@ def receive(node: ControlSocket, n: int = 1, *others: ControlSocket) -> Messages
     return until(lambda got: len(got) >= n, node, *others)
 
 
-def raw_dealer(endpoint: str, identity: bytes, reconnect_ivl: int = 100) -> zmq.Socket[bytes]:
+def raw_dealer(endpoint: str, identity: bytes) -> zmq.Socket[bytes]:
     dealer = zmq.Context.instance().socket(zmq.DEALER)
-    dealer.reconnect_ivl = reconnect_ivl
     dealer.linger = 0
     dealer.identity = identity
     dealer.connect(endpoint)

@@ -170,7 +170,8 @@ def test_a_connection_made_again_at_once_is_heard(make):
         a.disconnect(route)
         a.disconnect(route)
     assert len(names) == len(routes) == 50
-    assert not a.send(route, [b"gone"])
+    assert not a.send(route, [b"gone"]), "it is lost, and that is no error"
+    assert a.counters.unroutable == 1
 
 
 # The directory.
@@ -187,11 +188,11 @@ def test_a_stranger_can_neither_read_nor_publish(cluster, tmp_path):
     keys, server = cluster
     BootstrapClient(server.address, DEADLINE_S, keys=keys).publish(advert())
     stranger = BootstrapClient(server.address, DEADLINE_S, keys=fresh(allow_list(tmp_path / "allow", keys)))
-    for call in (stranger.lookup, stranger.instances, lambda: stranger.publish(advert(1))):
+    for call in (stranger.lookup, stranger.instances, lambda: stranger.publish(advert(1, tp=2))):
         with pytest.raises(PeerError, match="refuses this node's key"):
             call()
     with pytest.raises((PeerError, TransportError), match="pass keys="):  # told by its greeting, or by its hanging up
-        BootstrapClient(server.address.partition("@")[2], DEADLINE_S).publish(advert(1))
+        BootstrapClient(server.address.partition("@")[2], DEADLINE_S).publish(advert(1, tp=2))
     with pytest.raises(UsageError, match="is encrypted, and this node has no keys; pass keys="):
         BootstrapClient(server.address)
     with pytest.raises(UsageError, match="is not let in here; add it to this node's allow list"):

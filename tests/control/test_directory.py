@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from pdstage import PeerError, Topology, UsageError
@@ -16,7 +18,7 @@ class Clock:
         return self.now
 
 
-def advert(rank: int = 0, *, incarnation: int = 1, tp: int = 2, dp: int = 1, instance: str = "p0") -> Advert:
+def advert(rank: int = 0, *, incarnation: int = 1, tp: int = 1, dp: int = 1, instance: str = "p0") -> Advert:
     place = Topology(tp_size=tp, tp_rank=rank % tp, dp_size=dp, dp_rank=rank // tp)
     endpoint = f"tcp://127.0.0.1:{9000 + rank}"
     return Advert(instance=instance, topology=place, endpoint=endpoint, incarnation=incarnation, layout="0f" * 8)
@@ -41,10 +43,11 @@ def test_an_engine_of_more_ranks_than_the_directory_takes_is_refused(directory):
 
 
 def test_a_lease_ends_and_is_renewed(directory, clock):
-    directory.publish(advert(0), 10)
-    directory.publish(advert(1), 10)
+    one, other = (advert(rank, tp=2) for rank in (0, 1))
+    directory.publish(one, 10)
+    directory.publish(other, 10)
     clock.now += 9.5
-    directory.publish(advert(0), 10)
+    directory.publish(one, 10)
     assert len(directory.lookup()) == 2
     clock.now += 0.5
     with pytest.raises(Incomplete) as caught:
@@ -54,26 +57,27 @@ def test_a_lease_ends_and_is_renewed(directory, clock):
         directory.publish(advert(0, tp=4, incarnation=2), 10)
     clock.now += 9.5
     assert [left_s for _, left_s in directory.instances()["p0"]] == [0.0, -9.5], "who was lost can be named"
-    directory.withdraw(advert(1))
+    directory.withdraw(other)
     assert [one.topology.unique_rank for one, _ in directory.instances()["p0"]] == [0], "it closed in order after all"
     directory.publish(advert(0, tp=4, incarnation=2), 10)
 
 
 def test_what_the_directory_s_own_process_holds_needs_no_renewal(directory, clock):
-    directory.publish(advert(0), None)
-    directory.publish(advert(1), 10)
+    own, other = (advert(rank, tp=2) for rank in (0, 1))
+    directory.publish(own, None)
+    directory.publish(other, 10)
     clock.now += 1e6
     with pytest.raises(Incomplete) as caught:
         directory.lookup()
     assert caught.value.missing == (1,)
-    directory.withdraw(advert(0))
+    directory.withdraw(own)
     assert directory.instances() == {}
 
 
-@pytest.mark.parametrize("ttl_s", [float("nan"), float("inf")])
-def test_durations_that_no_other_carrier_has_are_refused(directory, ttl_s):
-    with pytest.raises(UsageError, match="a lease of"):
-        directory.publish(advert(), ttl_s)
+def test_durations_that_no_other_carrier_has_are_refused(directory):
+    for ttl_s in (math.nan, math.inf):
+        with pytest.raises(UsageError, match="a lease of"):
+            directory.publish(advert(), ttl_s)
 
 
 def test_it_is_bounded(clock, monkeypatch):

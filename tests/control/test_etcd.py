@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import ExitStack
 
 import msgspec
@@ -26,17 +25,10 @@ from tests.control.test_directory import advert
 from tests.manager.conftest import Site
 from tests.manager.engine import Rank, decode_node, drive, prefill_node
 from tests.manager.test_lifecycle import lost_peer
-from tests.processes import python, stop
+from tests.processes import python, stop, until
 
 pytestmark = pytest.mark.skipif(ETCD is None, reason="there is no etcd (apt-get install etcd-server)")
 WAIT_S = 60.0
-
-
-def until(done, what):
-    end = time.monotonic() + WAIT_S
-    while not done():
-        assert time.monotonic() < end, what
-        time.sleep(0.02)
 
 
 def found(client, **asked):
@@ -99,26 +91,26 @@ def test_an_instance_has_one_shape_also_of_two_that_come_at_once(make):
 def test_renewing_costs_no_revision_and_a_lost_lease_is_published_anew(make, server):
     """As of a process that was stopped for longer than its lease."""
     client, reader = make(), make()
-    client.publish(advert(0, tp=1))
+    client.publish(advert())
     before = revision_of(server)
     assert found(reader)
     copy, asked_at = reader._copy, reader.watched[0]
     for _ in range(5):
-        client.publish(advert(0, tp=1))
+        client.publish(advert())
     assert revision_of(server) == before
     until(lambda: reader.watched[0] > asked_at, "it asks again")
     assert reader._copy is copy, "and reads the table only if it has changed"
     ((_, lease),) = client._leases.values()
     server.ask("lease/revoke", {"ID": lease})
     until(lambda: not found(reader), "the lease is gone")
-    client.publish(advert(0, tp=1))
+    client.publish(advert())
     until(lambda: bool(found(reader)), "it is back")
 
 
 def test_who_was_replaced_hears_it_though_its_lease_goes_on(make, monkeypatch):
     """The newer process ended before it could end the older one's lease."""
     older, newer, reader = make(), make(), make()
-    one, two = (advert(0, tp=1, incarnation=n) for n in (1, 2))
+    one, two = (advert(incarnation=n) for n in (1, 2))
     older.publish(one)
     monkeypatch.setattr(newer, "_revoke", lambda lease: None)
     newer.publish(two, after=1)
@@ -135,7 +127,7 @@ def test_a_place_that_goes_on_changing_is_said(make, monkeypatch):
     client = make()
     monkeypatch.setattr(client, "_put", lambda *_: False)
     with pytest.raises(PeerError, match="its place in etcd changed 8 times"):
-        client.publish(advert(0, tp=1))
+        client.publish(advert())
 
 
 def test_without_its_library_the_remedy_is_named(server, monkeypatch):
@@ -148,21 +140,21 @@ def test_without_its_library_the_remedy_is_named(server, monkeypatch):
 def test_requests_are_in_no_log(make, caplog):
     """A node follows its directory with one a second, in an engine that logs all of INFO."""
     with caplog.at_level(logging.DEBUG):
-        make().publish(advert(0, tp=1))
+        make().publish(advert())
     assert not [one for one in caplog.records if "http" in one.name and one.levelno >= logging.INFO]
 
 
 def test_a_strangers_key_is_left_out(make, server, caplog):
     client = make()
-    client.publish(advert(0, tp=1))
+    client.publish(advert())
     for key, value in (("p0/1.1.1.1/0x", "{}"), ("p0/1.1.1.1/1", "no JSON"), ("else", "")):
         server.ask("kv/put", {"key": encoded(f"{client._prefix}{key}"), "value": encoded(value)})
-    assert make().lookup() == [advert(0, tp=1)]
+    assert make().lookup() == [advert()]
     assert "is left out" in caplog.text
 
 
-def at(endpoint, rank=0, **fields):
-    return msgspec.structs.replace(advert(rank, **fields), endpoint=endpoint)
+def at(endpoint, rank=0, tp=2, **fields):
+    return msgspec.structs.replace(advert(rank, tp=tp, **fields), endpoint=endpoint)
 
 
 def lose(server, client, one=None):
@@ -303,11 +295,11 @@ def test_each_of_three_members_goes_in_turn_under_load(tmp_path, how):
         def renew():
             while not over.wait(0.05):
                 try:
-                    publisher.publish(advert(0, tp=1, instance="steady"), ttl_s=WAIT_S)
+                    publisher.publish(advert(instance="steady"), ttl_s=WAIT_S)
                 except PdstageError as error:
                     failures.append(error)
 
-        publisher.publish(advert(0, tp=1, instance="steady"), ttl_s=WAIT_S)
+        publisher.publish(advert(instance="steady"), ttl_s=WAIT_S)
         assert found(reader, instance="steady")
         renewing = threading.Thread(target=renew)
         renewing.start()
@@ -317,7 +309,7 @@ def test_each_of_three_members_goes_in_turn_under_load(tmp_path, how):
                 pid = member.process.pid
                 member.kill() if how == "killed" else stop(pid)
                 name = f"came with {number} away"
-                until(lambda name=name: published(publisher, advert(0, tp=1, instance=name)), "published meanwhile")
+                until(lambda name=name: published(publisher, advert(instance=name)), "published meanwhile")
                 until(lambda name=name: bool(found(reader, instance=name)), "seen meanwhile")
                 assert found(reader, instance="steady")
                 member.start() if how == "killed" else os.kill(pid, signal.SIGCONT)
@@ -355,7 +347,7 @@ def test_while_etcd_is_away_the_copy_answers_and_nodes_count(tmp_path, monkeypat
             for n_ended in (1, 2):
                 servers.members[0].kill()
                 with pytest.raises(TransportError, match="no member of etcd answers at etcd://127.0.0.1"):
-                    reader.publish(advert(0, tp=1))
+                    reader.publish(advert())
                 with pytest.raises(TransportError, match="no member"):
                     EtcdClient(address, timeout_s=1.0).lookup()
                 until(lambda: prefill.status().directory["lease_s"] == 0, "its lease ended")
@@ -378,7 +370,7 @@ def test_a_full_etcd_is_said_and_ranks_that_are_there_stay(tmp_path):
     with Servers(tmp_path, 1, "--quota-backend-bytes", str(1 << 20)) as servers:
         servers.ready()
         client = EtcdClient(servers.address())
-        client.publish(advert(0, tp=1))
+        client.publish(advert())
         filler = encoded("x" * (256 << 10))
         with pytest.raises(AssertionError, match="exceeded"):
             for _ in range(40):
@@ -386,37 +378,39 @@ def test_a_full_etcd_is_said_and_ranks_that_are_there_stay(tmp_path):
         with pytest.raises(PeerError, match="space exceeded") as caught:
             client.publish(advert(1, tp=2, instance="late"))
         assert "defragment" in caught.value.remedy
-        client.publish(advert(0, tp=1))  # a renewal takes no room
+        client.publish(advert())  # a renewal takes no room
         client.close()
 
 
 def test_users_and_their_rights(tmp_path, monkeypatch):
     with Servers(tmp_path) as servers:
         servers.ready()
-        with pytest.raises(UsageError, match="does not let user 'writer' in .*not enabled") as early:
-            EtcdClient(servers.address(user="writer")).publish(advert(0, tp=1))
-        assert "enable authentication" in early.value.remedy
+        with pytest.raises(UsageError, match="does not let user 'writer' in .*not enabled") as caught:
+            EtcdClient(servers.address(user="writer")).publish(advert())
+        early = caught.value
+        assert "enable authentication" in early.remedy
         servers.ask("auth/user/add", {"name": "nobody", "password": "n"})
         let_in(servers, "writer", "w")
         monkeypatch.setenv(environment.ETCD_PASSWORD.name, "w")
         writer = EtcdClient(servers.address(user="writer"))
-        writer.publish(advert(0, tp=1))
+        writer.publish(advert())
         assert found(writer)
         writer._cluster._token = "expired.1"
-        writer.publish(advert(0, tp=1))
+        writer.publish(advert())
         reader = EtcdClient(servers.address(user="writer"))
         assert found(reader)
         reader._cluster._token = "expired.2"  # what it asks next is refused
-        writer.publish(advert(0, tp=1, incarnation=2), after=1)
-        until(lambda: found(reader) == [advert(0, tp=1, incarnation=2)], "it is seen")
+        writer.publish(advert(incarnation=2), after=1)
+        until(lambda: found(reader) == [advert(incarnation=2)], "it is seen")
         reader.close()
         with pytest.raises(UsageError, match="does not let user 'nobody' in") as caught:
-            EtcdClient(servers.address(user="nobody")).publish(advert(0, tp=1))
+            EtcdClient(servers.address(user="nobody")).publish(advert())
         assert environment.ETCD_PASSWORD.name in caught.value.remedy
         monkeypatch.setenv(environment.ETCD_PASSWORD.name, "n")
-        with pytest.raises(PeerError, match="permission denied") as denied:
-            EtcdClient(servers.address(user="nobody")).publish(advert(0, tp=1))
-        assert "grant" in denied.value.remedy
+        with pytest.raises(PeerError, match="permission denied") as caught:
+            EtcdClient(servers.address(user="nobody")).publish(advert())
+        denied = caught.value
+        assert "grant" in denied.remedy
         writer.close()
 
 
@@ -432,11 +426,11 @@ def test_certificates(tmp_path):
     options = ("--cert-file", cert, "--key-file", key, "--client-cert-auth", "--trusted-ca-file", ca)
     with Servers(tmp_path, 1, *options) as servers:
         client = EtcdClient(servers.address(options=f"?ca={ca}&cert={cert}&key={key}"))
-        until(lambda: published(client, advert(0, tp=1)), "it has started")
+        until(lambda: published(client, advert()), "it has started")
         assert found(client)
         for address in (servers.address(), servers.address(options="?ca=system"), servers.address(options=f"?ca={ca}")):
             with pytest.raises(TransportError, match="no member of etcd answers"):
-                EtcdClient(address).publish(advert(0, tp=1))
+                EtcdClient(address).publish(advert())
         with pytest.raises(UsageError, match="certificates of etcd://.* cannot be read"):
             EtcdClient(servers.address(options="?ca=/nowhere"))
         client.close()
@@ -467,4 +461,4 @@ def test_an_address_and_its_parts():
 
 def test_something_else_there_is_said():
     with BootstrapServer() as other, pytest.raises(TransportError, match="is not etcd's gateway"):
-        EtcdClient(f"etcd://{other.address}/p").publish(advert(0, tp=1))
+        EtcdClient(f"etcd://{other.address}/p").publish(advert())

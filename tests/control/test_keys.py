@@ -89,9 +89,9 @@ def test_garbage_is_no_key_file_and_is_not_quoted(tmp_path, content):
     path = tmp_path / "k"
     path.write_bytes(content)
     path.chmod(0o600)
-    with pytest.raises(UsageError, match=f"{path} is not a .*pdstage keys FILE") as refused:
+    with pytest.raises(UsageError, match=f"{path} is not a .*pdstage keys FILE") as caught:
         Keys.load(path)
-    assert "abab" not in str(refused.value)
+    assert "abab" not in str(caught.value)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):

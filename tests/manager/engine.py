@@ -173,10 +173,12 @@ def all_arrive(pipe: Connection, node: PrefillNode, rank: Rank) -> None:
     assert pipe.recv() == [(int(State.SUCCESS), True)] * N_ROOMS
 
 
-def receive_all(node: DecodeNode, rank: Rank, address: str) -> tuple[list[Receiver], list[np.ndarray]]:
+def receive_all(
+    node: DecodeNode, rank: Rank, address: str, n: int = N_ROOMS
+) -> tuple[list[Receiver], list[np.ndarray]]:
     """All rooms, and their pages."""
-    pages = [rank.allocate(TOKENS) for _ in range(N_ROOMS)]
-    receivers = [node.receive(room, address) for room in range(N_ROOMS)]
+    pages = [rank.allocate(TOKENS) for _ in range(n)]
+    receivers = [node.receive(room, address) for room in range(n)]
     for receiver, into in zip(receivers, pages, strict=True):
         receiver.bind(into, TOKENS)
     return receivers, pages

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -161,7 +161,7 @@ def test_no_argument_harms_another_room(site, call: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def attempt(call: Callable[..., object], given: dict[str, Any], nodes: list) -> str:
+def attempt(call: Callable[..., object], given: dict[str, Any], nodes: Sequence = ()) -> str:
     """What is wrong with how a call took what it was given, in words."""
     try:
         call(**given)
@@ -199,14 +199,8 @@ def test_nothing_is_made_of_what_is_no_argument(kind: str) -> None:
             if (name, label) == ("staging_nbytes", "2**31"):
                 continue  # this machine may have as much
             given = good | ({"pool": Rank().pool} if "pool" in names else {})
-            try:
-                made = make(**given | {name: value})
-                getattr(made, "close", lambda: None)()
-            except PdstageError as error:
-                if not error.what or not error.remedy:
-                    wrong.append(f"{kind}({name}={label}): an error that does not help: {error}")
-            except Exception as error:  # noqa: BLE001  (whatever it is, it is wrong)
-                wrong.append(f"{kind}({name}={label}): {type(error).__name__}: {str(error)[:80]}")
+            if problem := attempt(lambda **of: getattr(make(**of), "close", int)(), given | {name: value}):
+                wrong.append(f"{kind}({name}={label}): {problem}")
     assert not wrong, "\n".join(wrong)
 
 

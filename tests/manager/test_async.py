@@ -114,8 +114,7 @@ def test_a_wait_that_is_cancelled_or_ends_in_time_leaves_the_room_alone(site):
     assert nobody_waits(pair)
 
 
-@pytest.mark.parametrize("closing", ["sync", "async"])
-def test_closing_a_node_ends_its_waits(site, closing):
+def test_closing_a_node_ends_its_waits(site):
     """Each with its room's error."""
     pair = site.pair(progress="thread")
 
@@ -123,10 +122,7 @@ def test_closing_a_node_ends_its_waits(site, closing):
         receiver, early = begin(pair, 1).receiver, pair.p.send(2)
         waits = await started(receiver.wait_async(60), early.wait_async(60))
         for node in pair.nodes:
-            if closing == "sync":
-                node.close(0.2)
-            else:
-                await node.close_async(0.2)
+            node.close(0.2)
         failed, unsent = await asyncio.gather(*waits, return_exceptions=True)
         assert isinstance(failed, Aborted | PeerError), failed
         assert isinstance(unsent, Aborted), unsent

@@ -144,15 +144,8 @@ def test_a_row_is_its_rooms_until_released(site) -> None:
 
 
 def test_rooms_that_fail_give_their_rows_back_and_those_that_are_over_take_none(site) -> None:
-    """One that decode gave up, one that never met its peer, and one whose node closes."""
+    """One that never met its peer, and one whose node closes."""
     rows = Rows(site)
-    room, ours, theirs = rows.open(1)
-    drive(site.nodes, lambda: room.sender.prefix_tokens is not None)
-    room.receiver.abort()
-    rows.pair.end(room)
-    room.sender.finish(aux=ours)
-    rows.rows[0].free(ours)
-    rows.rows[1].free(theirs)
     for bound in ("while it waits", "when it is over"):
         lonely, row = rows.d.receive(bound, "127.0.0.1:1", deadline_s=0.3), rows.rows[1].allocate()
         if bound == "when it is over":
@@ -192,9 +185,7 @@ def test_a_row_that_is_ready_later(site, aux) -> None:
 def test_as_many_bytes_as_any_message_carries(site) -> None:
     most = 8 << 20
     pair = site.pair(config=replace(QUICK, max_aux_nbytes=most))
-    room = pair.open(1)
-    room.sender.chunk(room.pages, TOKENS)
-    room.sender.finish(bytes(most))
+    room = pair.begin(1, aux=bytes(most))
     pair.end(room)
     assert room.receiver.aux == bytes(most)
     with pytest.raises(UsageError, match=f"max_aux_nbytes is {most + 1}"):

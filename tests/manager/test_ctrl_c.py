@@ -24,7 +24,7 @@ import pytest
 import pdstage
 from pdstage import PdstageError, State
 from tests import processes
-from tests.manager.engine import QUICK, TOKENS, Rank, decode_node, prefill_node
+from tests.manager.engine import QUICK, TOKENS, Pair, Rank, decode_node, prefill_node
 
 _PACKAGE = f"{Path(pdstage.__file__).parent}{os.sep}"
 _CALLED = ("contextlib.py", "threading.py", "queue.py")
@@ -67,18 +67,14 @@ def life(nodes: list, handles: list, inline: str) -> None:
     mode = {role: "inline" if role == inline else "thread" for role in ("prefill", "decode")}
     nodes.append(p := prefill_node(src, None, config=_CONFIG, progress=mode["prefill"]))
     nodes.append(d := decode_node(dst, config=_CONFIG, progress=mode["decode"]))
-    senders = [p.send(room) for room in (1, 2)]
-    handles += senders
-    receivers = [d.receive(room, p.directory_address) for room in (1, 2)]
-    handles += receivers
-    pages, into = src.allocate(TOKENS), dst.allocate(TOKENS)
-    src.write(1, TOKENS, pages)
-    receivers[0].bind(into, TOKENS)
-    receivers[1].bind(dst.allocate(TOKENS), TOKENS)
-    senders[0].chunk(pages, (0, 20))
-    senders[0].chunk(pages, (20, TOKENS))
-    senders[0].finish(aux=b"aux")
-    senders[1].chunk(pages, (0, 20))
+    pair = Pair(p, src, d, dst)
+    rooms = [pair.open(room) for room in (1, 2)]
+    for sender, receiver, pages, _ in rooms:
+        handles += (sender, receiver)
+        sender.chunk(pages, (0, 20))
+    rooms[0].sender.chunk(rooms[0].pages, (20, TOKENS))
+    rooms[0].sender.finish(aux=b"aux")
+    senders, receivers, *_ = zip(*rooms, strict=True)
     ours = [(senders, p), (receivers, d)]
     for (one, other), node in ours if inline == "prefill" else ours[::-1]:
         one.wait(_LONGEST_S)
@@ -87,7 +83,7 @@ def life(nodes: list, handles: list, inline: str) -> None:
         node.completions()
         node.status()
         one.wait_released(_LONGEST_S)
-    assert dst.holds(1, TOKENS, into)
+    assert dst.holds(1, TOKENS, rooms[0].into)
     for node in nodes:
         node.close(_CLOSE_S)
 

@@ -9,8 +9,7 @@ import pytest
 
 from pdstage import Config, Keys, PdstageError, PeerError, State, Topology, UsageError
 from pdstage.control.bootstrap import Advert, BootstrapClient
-from tests import descriptors
-from tests.manager.engine import Rank, decode_node, drive, prefill_node
+from tests.manager.engine import Rank, drive
 from tests.processes import python
 from tests.rows import usable
 
@@ -69,16 +68,6 @@ def test_the_directory_is_refused_first(site, tmp_path, keys):
         pair.receive(1)
     without_key = pair.p.directory_address.partition("@")[2]
     assert "does not prove that it holds the key" in str(failed_room(pair, without_key))
-
-
-def test_bad_keys_make_no_node(tmp_path):
-    before = descriptors.kinds()
-    (tmp_path / "k").write_text("rubbish")
-    (tmp_path / "k").chmod(0o600)
-    for make in (lambda: prefill_node(Rank(), None, keys=tmp_path / "k"), lambda: decode_node(Rank(), keys="absent")):
-        with pytest.raises(UsageError, match="pdstage keys FILE"):
-            make()
-    assert not descriptors.left(before)
 
 
 @pytest.mark.parametrize("transport", usable("local", "nixl"))

@@ -293,12 +293,6 @@ def test_a_thread_that_is_closed_between_two_turns_complains_of_nothing(site, mo
     assert caplog.text == ""
 
 
-def test_a_driver_sleeps_no_longer_than_until_the_next_timer(site):
-    d = site.decode(Rank())
-    d.core.endpoint.after(0.01, list)
-    assert d.driver.longest_s() <= 0.01
-
-
 def test_who_waits_while_another_thread_turns_does_not_ask_without_a_pause(site, monkeypatch):
     """Two that wait at one inline node kept each other and the processor busy (found by the simulator)."""
     d = site.decode(Rank())

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import defaultdict
 
 import pytest
 
@@ -68,13 +69,10 @@ def test_a_staged_rooms_life_and_its_stages(site, seen, progress):
     assert n >= 2
     assert not (src["direct"] or src["aux"] or src["scatter"])
     assert [kind for kind in KINDS if dst[kind]] == ["scatter"]
-    by_chunk = {
-        (s.session, s.epoch, s.chunk): [s]
-        for s in sorted(src["lease_wait"], key=lambda stage: stage.chunk)
-    }  # fmt: skip
-    assert len(by_chunk) == n
-    for stage in (*src["gather"], *src["write"], *dst["scatter"]):
+    by_chunk = defaultdict(list)
+    for stage in (*src["lease_wait"], *src["gather"], *src["write"], *dst["scatter"]):
         by_chunk[stage.session, stage.epoch, stage.chunk].append(stage)
+    assert len(by_chunk) == n
     for stages in by_chunk.values():
         assert [stage.kind for stage in stages] == ["lease_wait", "gather", "write", "scatter"]
         assert len({stage.lane for stage in stages}) == 1

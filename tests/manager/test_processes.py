@@ -8,7 +8,7 @@ import pytest
 
 from pdstage import DecodeNode, State
 from tests import processes
-from tests.manager.engine import TOKENS, Rank, drive
+from tests.manager.engine import TOKENS, Rank, drive, receive_all
 from tests.manager.workers import serve_prefill, serve_prefill_forbidden_to_write
 from tests.rows import both_paths, rows, usable
 
@@ -45,10 +45,7 @@ class Remote:
 
     def all_arrive(self, d: DecodeNode, dst: Rank, address: str, rooms: int) -> None:
         """Every byte of `rooms` rooms, and both sides' words on them."""
-        into, receivers = [dst.allocate(TOKENS) for _ in range(rooms)], []
-        for room, pages in enumerate(into):
-            receivers.append(d.receive(room, address))
-            receivers[room].bind(pages, TOKENS)
+        receivers, into = receive_all(d, dst, address, rooms)
         drive([d], lambda: all(receiver.released for receiver in receivers))
         for room, (receiver, pages) in enumerate(zip(receivers, into, strict=True)):
             assert receiver.wait(0) is State.SUCCESS

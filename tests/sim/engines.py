@@ -65,7 +65,7 @@ class Engines:
             return False
         job = self.jobs[uid] = Job(self.world.scenario, uid)
         for rank, script in job.scripts.items():
-            part = Part(job, rank, script.steps)
+            part = Part(job, rank, script)
             self.parts[uid, rank] = self.todo[uid, rank] = part
         return True
 

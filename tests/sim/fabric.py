@@ -214,16 +214,19 @@ class FabricWorld(World):
         self.check_lease(post.dst, chunk)
         ((_, dst),), (data,) = piece.copies, piece.caught
         dst[:] = data
-        address = post.dst.core.leases.spans[chunk.lane].base + chunk.cursor % self.lane_nbytes + piece.offset
-        side.staged.at(address, len(data))[:] = data  # type: ignore[union-attr]
+        side.staged.at(self._address(post, piece), len(data))[:] = data  # type: ignore[union-attr]
+
+    def _address(self, post: Post, piece: Piece) -> int:
+        """Where in staging memory a piece lands."""
+        span = post.dst.core.leases.spans[post.chunk.lane]
+        return span.base + post.chunk.cursor % self.lane_nbytes + piece.offset
 
     def alter(self, post: Post, piece: Piece) -> None:
         """Flips a bit of a piece that has landed in staging memory."""
         chunk, side = post.chunk, self.sides[post.dst]
         self.altered.add((id(post.dst), chunk.lane, chunk.cursor))
-        address = post.dst.core.leases.spans[chunk.lane].base + chunk.cursor % self.lane_nbytes + piece.offset
         for memory in (post.dst.staging, side.staged):
-            memory.at(address, 1)[0] ^= 1  # type: ignore[union-attr]
+            memory.at(self._address(post, piece), 1)[0] ^= 1  # type: ignore[union-attr]
 
     def _end_post(self, post: Post) -> None:
         self.posts.remove(post)

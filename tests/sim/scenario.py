@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 DEADLINES = {
     "hello_s": 4.0,
@@ -175,10 +174,8 @@ def _draw_faults(rng: random.Random) -> Faults:
     )
 
 
-class Script(NamedTuple):
-    """What one rank's engine does for one room, in order: (verb, argument)."""
-
-    steps: tuple[tuple[str, object], ...]
+Script = tuple[tuple[str, object], ...]
+"""What one rank's engine does for one room, in order: (verb, argument)."""
 
 
 class Job:
@@ -206,10 +203,10 @@ class Job:
         for rank in range(scenario.decode):
             if sure or rng.random() < 0.96:
                 bind = [("bind", None)] if sure or rng.random() < 0.93 else []
-                self.scripts[f"D{rank}"] = Script((("receive", None), *bind))
+                self.scripts[f"D{rank}"] = (("receive", None), *bind)
         for rank in range(scenario.prefill):
             if self.writer in {None, rank} and (sure or rng.random() < 0.96):
-                self.scripts[f"P{rank}"] = Script(tuple(self._sending(rng, sure)))
+                self.scripts[f"P{rank}"] = tuple(self._sending(rng, sure))
 
     def _sending(self, rng: random.Random, sure: bool) -> list[tuple[str, object]]:
         """Chunks by tokens and by layers, some given before their data exists, and the end that some never reach."""

@@ -97,13 +97,18 @@ class Checks:
         with mock.patch.object(Handle, "status", property(read, write)):
             yield
 
-    def _may_follow(self, handle: Handle, before: int, after: int) -> None:
+    def follows(self, handle: Handle, before: int, after: int) -> tuple[State, State, str]:
+        """Both states, and in words what happens: which may, as far as its end goes."""
         was, now = State(before & 0x7F), State(after & 0x7F)
         what = f"room {handle.id!r} goes from {was.name} {before >> 7} to {now.name} {after >> 7}"
         self.must(was not in ENDED or now is was, f"{what}: an end is final")
         self.must(before < 0x80 or after >= 0x80, f"{what}: what is released stays so")
-        self.must(after < 0x80 or now in ENDED, f"{what}: released before its end")
         self.must(now is State.FAILED or now >= was, f"{what}: backwards")
+        return was, now, what
+
+    def _may_follow(self, handle: Handle, before: int, after: int) -> None:
+        was, now, what = self.follows(handle, before, after)
+        self.must(after < 0x80 or now in ENDED, f"{what}: released before its end")
         self.must(now is not State.FAILED or handle.error is not None, f"{what}, without an error")
         if now is State.SUCCESS and was is not State.SUCCESS and isinstance(handle, Receiver):
             self._is_whole(handle)

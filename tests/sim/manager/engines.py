@@ -203,20 +203,12 @@ class Engines:
                     len(states) == len(released) == len(asked), f"poll_many of {len(asked)} gives {len(states)}"
                 )
                 told = int(states[0]) | int(released[0]) << 7
-                self._follows(handle, many, told)
+                self._checks.follows(handle, many, told)
                 state, status = handle.poll(), handle.status
-                self._follows(handle, was, int(state))
-                self._follows(handle, int(state), status)
+                self._checks.follows(handle, was, int(state))
+                self._checks.follows(handle, int(state), status)
                 many, was = told, status
                 self._scheduler.block("an engine's time", _LOOK_S - self._scheduler.now % _LOOK_S)  # all at one time
-
-    def _follows(self, handle: Handle, before: int, after: int) -> None:
-        was, now = State(before & 0x7F), State(after & 0x7F)
-        self._checks.must(
-            was is now or (was not in ENDED and (now is State.FAILED or now > was)),
-            f"room {handle.id!r} is told as {now.name}, and was {was.name}",
-        )
-        self._checks.must(before < 0x80 or after >= 0x80, f"room {handle.id!r} was told as released, and is not now")
 
     def _see_it_through(self, host: Host, room: Room, handle: Handle, how: str) -> None:
         """Until its memory may be used again, and uses it."""
