@@ -212,6 +212,7 @@ def node_options() -> str:
 
 
 _JSON = {"bool": "true or false", "int": "number", "str": "text", "Mapping": "object", "Config": "object"}
+_JSON |= dict.fromkeys(("arguments.GivenPath", "GivenKeys"), _JSON["str"])
 
 
 def config_fields() -> str:

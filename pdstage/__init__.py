@@ -18,7 +18,7 @@ order:
     watch               metrics for Prometheus, from nodes in any process
     tools, cli          the commands: demo, doctor, calibrate, trace
 
-Used throughout: errors, arguments, environment, native, shared, metrics, log_limit.
+Used throughout: errors, arguments, environment, native, shared, closing, metrics, log_limit.
 
 Importing this package imports neither torch nor zmq nor a transport: each comes with the first node that needs it.
 """

@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 import operator
 import os
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Sequence
+from typing import TypeAlias, TypeVar
 
 from pdstage.errors import UsageError
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 T = TypeVar("T")
+GivenPath: TypeAlias = str | os.PathLike[str]
 
 MAX_INTEGER = (1 << 63) - 1
 _MAX_SHOWN = 80

@@ -80,9 +80,9 @@ def _bench(given: argparse.Namespace) -> Done:
 
     names = ("scale", "transport", "device")
     options = {name: value for name in names if (value := getattr(given, name)) is not None}
-    if given.trace is None:
-        return Done(0, run_named(given.name, given.quick, **options))
-    return Done(0, run_traced(given.name, given.quick, given.trace, **options))
+    if given.trace is not None:
+        return Done(0, run_traced(given.name, given.quick, given.trace, **options))
+    return Done(0, run_named(given.name, given.quick, **options))
 
 
 def _top(given: argparse.Namespace) -> Done:
@@ -248,7 +248,7 @@ def _keys_given(given: argparse.Namespace) -> Keys | None:
     from pdstage.control.keys import Keys  # noqa: PLC0415
 
     if given.keys is None and given.allow is not None:
-        raise UsageError("--allow without --keys", remedy="pass this side's own key file too", field="allow")
+        raise UsageError("--allow without --keys", remedy="pass this side's own key file too")
     return Keys.load(given.keys, given.allow) if given.keys is not None else None
 
 

@@ -9,17 +9,15 @@ either side moves nothing.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated, NamedTuple, TypeAlias
 
 from msgspec import Meta
 
 from pdstage.arguments import integer, shown, text
 from pdstage.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 ITEMSIZES = {
     "bool": 1, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -65,6 +63,9 @@ class Placed(NamedTuple):
         return f"{self.dtype}{list(self.shape)}"
 
 
+Places: TypeAlias = tuple[Placed, ...]
+
+
 class Columns:
     """The columns of one side, with their places."""
 
@@ -102,8 +103,9 @@ def _shape(column: Column) -> tuple[int, ...]:
     try:
         shape = tuple(column.shape)
     except Exception as error:
-        what = f"the shape of aux column {column.name!r} is {shown(column.shape)}"
-        raise UsageError(what, remedy="give a tuple of integers") from error
+        raise UsageError(
+            f"the shape of aux column {column.name!r} is {shown(column.shape)}", remedy="give a tuple of integers"
+        ) from error
     return tuple(integer(f"the shape of aux column {column.name!r}", n, low=1) for n in shape)
 
 
@@ -119,8 +121,8 @@ class Span(NamedTuple):
 class Shared:
     """What prefill's rows (`src`) and decode's (`dst`) have in common, in name order: the same on both sides."""
 
-    src: tuple[Placed, ...]
-    dst: tuple[Placed, ...]
+    src: Places
+    dst: Places
     left_out: tuple[str, ...]
     """What is not common, for the log."""
 
@@ -155,7 +157,7 @@ class Shared:
             at += column.nbytes
 
 
-def share(src: tuple[Placed, ...], dst: tuple[Placed, ...]) -> Shared:
+def share(src: Places, dst: Places) -> Shared:
     """The columns that prefill and decode have in common."""
     at_prefill, at_decode = ({column.name: column for column in columns} for columns in (src, dst))
     common, left_out = [], []
@@ -170,7 +172,7 @@ def share(src: tuple[Placed, ...], dst: tuple[Placed, ...]) -> Shared:
     return Shared(tuple(one for one, _ in common), tuple(other for _, other in common), tuple(left_out))
 
 
-def lacking(src: tuple[Placed, ...], dst: tuple[Placed, ...]) -> str:
+def lacking(src: Places, dst: Places) -> str:
     """Which required column the two sides do not have in common; empty if none."""
     shared = {column.name for column in share(src, dst).src}
     for side, columns in (("prefill", src), ("decode", dst)):
@@ -182,7 +184,7 @@ def lacking(src: tuple[Placed, ...], dst: tuple[Placed, ...]) -> str:
     return ""
 
 
-def problem(columns: tuple[Placed, ...], row_nbytes: int) -> str:
+def problem(columns: Places, row_nbytes: int) -> str:
     """What is wrong with a peer's columns in rows of `row_nbytes`; empty if nothing is."""
     if len({column.name for column in columns}) != len(columns):
         return "an aux column named twice"

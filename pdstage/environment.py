@@ -9,14 +9,12 @@ import difflib
 import json
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pdstage.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 

@@ -12,19 +12,16 @@ from __future__ import annotations
 import math
 import mmap
 from collections import deque
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from collections.abc import Iterable
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from pdstage import arguments
-from pdstage.columns import ITEMSIZES, Column, Columns
+from pdstage.closing import Closing
+from pdstage.columns import ITEMSIZES, Column, Columns, Placed, Shared
 from pdstage.errors import PdstageError, UsageError
 from pdstage.layout import Region
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from pdstage.columns import Placed, Shared
 
 Held: TypeAlias = Any
 """A numpy array or a torch tensor."""
@@ -150,7 +147,7 @@ class AuxRow:
         return self.memory[column.offset : column.offset + column.nbytes]
 
 
-class MetadataBuffers:
+class MetadataBuffers(Closing):
     """`n_rows` rows of `columns` in one piece of memory on `device` ("cpu", "cuda:0").
 
     The engine *allocates* a row. It is *lent* while a room has it: from `bind` or `finish` until that room is
@@ -190,12 +187,6 @@ class MetadataBuffers:
         self._closed = True
         if not self._lent:  # else a room's peer may still write a row
             self._memory = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def n_free(self) -> int:

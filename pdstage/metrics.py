@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from .errors import Aborted, PdstageError
 
@@ -69,13 +69,3 @@ class Counters:
             self.rooms_aborted += 1
         else:
             self.rooms_failed += 1
-
-    def measured(self, nbytes: int, post_s: float, write_s: float) -> None:
-        """Counts a post by its transport's figures."""
-        self.posts_measured += 1
-        self.posts_measured_bytes += nbytes
-        self.posts_measured_us += round(post_s * 1e6)
-        self.writes_measured_us += round(write_s * 1e6)
-
-    def as_dict(self) -> dict[str, int]:
-        return asdict(self)

@@ -9,13 +9,10 @@ machine that has both. PDSTAGE_NATIVE=yes makes a missing extension an error at 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from types import ModuleType
 
 from pdstage import environment
 from pdstage.errors import UsageError
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 
 def _open() -> ModuleType | None:

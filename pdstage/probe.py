@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pdstage.layout import Key, Layout, Region, View
 
     Memory: TypeAlias = NDArray[np.uint8] | torch.Tensor  # of the host, of a device
+    Stored: TypeAlias = Mapping[Key, NDArray[np.uint8]]  # `[cell, shard, byte]`
 
 _HEX_NBYTES = 16
 _TELLING_NBYTES = 8
@@ -44,7 +45,7 @@ class Cell(NamedTuple):
 class Writer(Protocol):
     """An engine's own code that stores values in its caches, for one layer."""
 
-    def __call__(self, cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]] | None:
+    def __call__(self, cells: Sequence[Cell], rng: np.random.Generator) -> Stored | None:
         """Stores values drawn from `rng` for all `cells`.
 
         Returns, for every view of the layer, the stored bytes `[cell, shard, byte]`; `byte` is as long as the view's
@@ -98,9 +99,9 @@ def prove_layout(layout: Layout, probes: Iterable[LayerProbe], *, trust_layout: 
     given = list(probes)
     views = layout.by_key()
     _check_complete(views, given)
-    memory: dict[int, Memory] = {}
-    proved: list[str] = []
-    trusted: list[str] = []
+    memory = {}
+    proved = []
+    trusted = []
     try:
         for number, probe in enumerate(given):
             if probe.write is not None:
@@ -247,9 +248,7 @@ def _pages(views: Sequence[View], cells: Sequence[Cell], memory: Mapping[int, Me
     return (memory[region][low:high] for region, low, high in merged)
 
 
-def _check_stored(
-    probe: LayerProbe, views: Sequence[View], cells: Sequence[Cell], stored: Mapping[Key, NDArray[np.uint8]]
-) -> None:
+def _check_stored(probe: LayerProbe, views: Sequence[View], cells: Sequence[Cell], stored: Stored) -> None:
     """Raises `UsageError` for a writer that does not return what it stored, or whose values prove nothing."""
     for view in views:
         wanted = (len(cells), view.shards, view.shard_nbytes)
@@ -275,7 +274,7 @@ def _compare(
     probe: LayerProbe,
     views: Sequence[View],
     cells: Sequence[Cell],
-    stored: Mapping[Key, NDArray[np.uint8]],
+    stored: Stored,
     memory: Mapping[int, Memory],
 ) -> None:
     read = _read(views, cells, memory)
@@ -315,9 +314,7 @@ def _hex(row: bytes, at: int) -> str:
     return row[at : at + _HEX_NBYTES].hex()
 
 
-def _explained(
-    row: bytes, views: Sequence[View], cells: Sequence[Cell], stored: Mapping[Key, NDArray[np.uint8]]
-) -> str:
+def _explained(row: bytes, views: Sequence[View], cells: Sequence[Cell], stored: Stored) -> str:
     """What was found instead, for the error."""
     for view in views:
         for at, cell in enumerate(cells):
@@ -387,7 +384,7 @@ def rows_by(
     piece of a part, such as "v.3" for the fourth. Rows that are not plain are proved by position.
     """
 
-    def write(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]] | None:
+    def write(cells: Sequence[Cell], rng: np.random.Generator) -> Stored | None:
         (k, k_bytes), (v, v_bytes) = (
             encoding.draw(rng, (len(cells), heads, size), scale) for size, scale in zip(sizes, scales, strict=True)
         )
@@ -417,7 +414,7 @@ def into(places: Sequence[tuple[View, torch.Tensor, int]], n_tokens: int = 1) ->
     """
     import torch  # noqa: PLC0415  (importing pdstage does not import torch)
 
-    def write(cells: Sequence[Cell], rng: np.random.Generator) -> Mapping[Key, NDArray[np.uint8]]:
+    def write(cells: Sequence[Cell], rng: np.random.Generator) -> Stored:
         stored = {}
         for view, tensor, offset in places:
             at = slots(cells, n_tokens, tensor.device)

@@ -22,21 +22,18 @@ import numpy as np
 from pdstage import shared
 from pdstage.arguments import shown
 from pdstage.errors import PdstageError, UsageError
-from pdstage.kernels import Index, Pool
-from pdstage.layout import Layout, Region
-from pdstage.plan import VIEW_ALIGNMENT, Select, layers_of, selects
-from pdstage.plan.token_slices import by_classes
+from pdstage.kernels import Index, Plan, Pool
+from pdstage.layout import Layout, Region, View
+from pdstage.plan import VIEW_ALIGNMENT, Rects, Select, Shares, Tokens, layers_of, selects
+from pdstage.plan.token_slices import Cut, by_classes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
-    from pdstage.kernels import Plan
     from pdstage.kernels.index_ring import Runtime
-    from pdstage.layout import View
-    from pdstage.plan import Rect, Share, Tokens
-    from pdstage.plan.token_slices import Cut
+    from pdstage.plan.tables import Indexes
 
     _Plans: TypeAlias = tuple[tuple[int, Plan], ...]
 
@@ -91,8 +88,10 @@ class PageLock:
                 if not runtime.page_lock(region.base, region.nbytes):
                     return
             except (OSError, MemoryError, RuntimeError) as error:
-                what = f"{region.nbytes} bytes of {self._what} cannot be page-locked ({error})"
-                raise UsageError(what, remedy="give less, or free memory of this host") from error
+                raise UsageError(
+                    f"{region.nbytes} bytes of {self._what} cannot be page-locked ({error})",
+                    remedy="give less, or free memory of this host",
+                ) from error
         holders[region.base] += 1
         self._held.append((runtime, region.base))
 
@@ -143,8 +142,9 @@ class Memory:
             return base, nbytes
         here = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
         if nbytes > here:  # touching more than that ends the process
-            what = f"staging_nbytes is {nbytes}, and this machine has {here} bytes of memory"
-            raise UsageError(what, remedy="give less")
+            raise UsageError(
+                f"staging_nbytes is {nbytes}, and this machine has {here} bytes of memory", remedy="give less"
+            )
         array = _granted(nbytes, "on cpu", lambda: _host_memory(nbytes, mappable))
         self._held = array
         return array.ctypes.data, array.nbytes
@@ -174,8 +174,10 @@ def _granted(nbytes: int, where: str, ask: Callable[[], T]) -> T:
     try:
         return ask()
     except (OSError, MemoryError, RuntimeError) as error:
-        what = f"{nbytes} bytes of staging memory {where} cannot be had ({error})"
-        raise UsageError(what, remedy="lower staging_nbytes, or free memory there") from error
+        raise UsageError(
+            f"{nbytes} bytes of staging memory {where} cannot be had ({error})",
+            remedy="lower staging_nbytes, or free memory there",
+        ) from error
 
 
 def _host_memory(nbytes: int, mappable: bool) -> NDArray[np.uint8]:
@@ -208,11 +210,11 @@ class Move(NamedTuple):
     belongs to the views it is made of; None if bytes are staged as the pool has them.
     """
 
-    owned: tuple[Share, ...]
-    rects: tuple[Rect, ...]
+    owned: Shares
+    rects: Rects
     tokens: Tokens
     order: str
-    items: Mapping[str, Index]
+    items: Indexes
     checksum: bool = False
     cut: Cut | None = None
     staged: Layout | None = None
@@ -279,8 +281,8 @@ class Stager:
         ticket: int,
         passes: Passes,
         tokens: Tokens,
-        items: Mapping[str, Index],
-        peer_items: Mapping[str, Index],
+        items: Indexes,
+        peer_items: Indexes,
     ) -> Copied | None:
         """Copies from the pool's pages to a peer's. None: it has begun, and `poll` returns `ticket`."""
 
@@ -334,7 +336,7 @@ class Stager:
     @property
     def launched(self) -> bool:
         """Whether copies are in flight on a device: nothing announces their end, so `poll` must be called."""
-        return self._stream is not None and self._stream.launched
+        return self._stream is not None and bool(self._stream.running)
 
     @property
     def over(self) -> bool:
@@ -344,7 +346,7 @@ class Stager:
     def reserve(self) -> None:
         """A session begins, whose plans are made as its chunks come: allocates what they need."""
         if self._stream is not None:
-            self._stream.reserve()
+            self._stream.runtime.reserve()
 
     def check(self) -> None:
         """Raises the driver's error on a device that has failed, which nothing mends in this process."""
@@ -430,7 +432,7 @@ def _copy_all(
 def _copy_passes(
     passes: Passes,
     tokens: Tokens,
-    items: tuple[Mapping[str, Index], Mapping[str, Index]],
+    items: tuple[Indexes, Indexes],
     max_sms: int | None,
     *,
     stream: int | None,
@@ -461,9 +463,9 @@ class _Stream:
     _idle: ClassVar[dict[Runtime, list[_Stream]]] = {}
 
     def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+        self.runtime = runtime
         self._stream = runtime.new_stream()
-        self._running: deque[_Running] = deque()
+        self.running: deque[_Running] = deque()
         self._spare = self._more()
 
     @classmethod
@@ -482,10 +484,10 @@ class _Stream:
         for _ in range(2):
             began_at = time.perf_counter()
             copy(stream=self._stream)
-            self._runtime.record(spare.event, self._stream)
-            while not self._runtime.done(spare.event):
+            self.runtime.record(spare.event, self._stream)
+            while not self.runtime.done(spare.event):
                 if time.perf_counter() - began_at > _RATE_WAIT_S:
-                    self._running.append(spare._replace(ticket=None))  # else its last copy's, perhaps of another node
+                    self.running.append(spare._replace(ticket=None))  # else its last copy's, perhaps of another node
                     return math.inf
                 time.sleep(0)
             took_s = time.perf_counter() - began_at
@@ -494,16 +496,12 @@ class _Stream:
 
     def give_back(self) -> None:
         """Nothing runs in it."""
-        self._idle[self._runtime].append(self)
-
-    @property
-    def launched(self) -> bool:
-        return bool(self._running)
+        self._idle[self.runtime].append(self)
 
     @property
     def over(self) -> bool:
         """Whether `ended` has something to say."""
-        return bool(self._running) and self._runtime.done(self._running[0].event)
+        return bool(self.running) and self.runtime.done(self.running[0].event)
 
     def start(self, ticket: int, copy: Callable[..., None], checksum: bool) -> PdstageError | None:
         """Launches `copy(stream=, sum_ptr=)`. What it raises is reported once the stream is past what it launched: a
@@ -522,27 +520,24 @@ class _Stream:
             copy(stream=self._stream, sum_ptr=spare.sum_ptr if checksum else 0)
         except Exception as error:  # noqa: BLE001  (only this copy fails)
             refused = failed(error)
-        self._runtime.record(spare.event, self._stream)
-        self._running.append(spare._replace(ticket=ticket, began_at=began_at, error=refused))
+        self.runtime.record(spare.event, self._stream)
+        self.running.append(spare._replace(ticket=ticket, began_at=began_at, error=refused))
         return None
 
-    def reserve(self) -> None:
-        self._runtime.reserve()
-
     def check(self) -> None:
-        spare = self._spare[-1] if self._spare else self._running[-1]
-        self._runtime.done(spare.event)
+        spare = self._spare[-1] if self._spare else self.running[-1]
+        self.runtime.done(spare.event)
 
     def _more(self) -> list[_Running]:
         """Grows the pool for more concurrent copies than before."""
-        words = self._runtime.pinned(8 * _AT_ONCE).view(np.uint64)
+        words = self.runtime.pinned(8 * _AT_ONCE).view(np.uint64)
         totals = [words[n : n + 1] for n in range(_AT_ONCE)]
-        return [_Running(0, self._runtime.event(), total, total.ctypes.data) for total in totals]
+        return [_Running(0, self.runtime.event(), total, total.ctypes.data) for total in totals]
 
     def ended(self) -> list[Copied]:
-        ended: list[Copied] = []
-        while self._running and self._runtime.done(self._running[0].event):
-            one = self._running.popleft()
+        ended = []
+        while self.running and self.runtime.done(self.running[0].event):
+            one = self.running.popleft()
             self._spare.append(one)
             if one.ticket is not None:
                 ended.append(Copied(one.ticket, one.error, int(one.total[0]), one.began_at, time.monotonic()))

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # The layer table. A name covers the module and everything below it; a new module is added here, by its layer.
 LAYERS = {
-    0: ["environment", "errors", "arguments", "layout", "tensors", "native", "shared"],
+    0: ["environment", "errors", "arguments", "layout", "tensors", "native", "shared", "closing"],
     1: ["plan", "metrics", "columns", "log_limit"],
     2: ["protocol"],
     3: ["kernels"],

@@ -6,14 +6,11 @@ import ipaddress
 import re
 import socket
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pdstage import arguments
-from pdstage.control.keys import parse_key
+from pdstage.control.keys import Keys, parse_key
 from pdstage.errors import UsageError
-
-if TYPE_CHECKING:
-    from pdstage.control.keys import Keys
 
 _MAX_CHARACTERS = 512
 _WILDCARDS = {"", "*", "0.0.0.0", "::"}
@@ -51,37 +48,36 @@ class Address(NamedTuple):
     @lru_cache(maxsize=1024)
     def _read(cls, text: str, scheme: str, listening: bool) -> Address:
         """`parse`, cached: an engine names the same few addresses with every room."""
-        remedy = f"write it as {scheme}://host:port, an IPv6 host in brackets"
+        how = f"write it as {scheme}://host:port, an IPv6 host in brackets"
+
+        def wrong(what: str, remedy: str = how) -> UsageError:
+            return UsageError(f"address {text!r} {what}", remedy=remedy, address=text)
+
         if len(text) > _MAX_CHARACTERS:
-            raise UsageError(f"address {text[:64]!r}... of {len(text)} characters", remedy=remedy)
+            raise UsageError(f"address {text[:64]!r}... of {len(text)} characters", remedy=how)
         found, separator, rest = text.partition("://")
         if separator and found != scheme:
-            raise UsageError(f"address {text!r} has scheme {found!r}", remedy=remedy, address=text)
+            raise wrong(f"has scheme {found!r}")
         written, at, rest = (rest if separator else text).rstrip("/").rpartition("@")
         key = parse_key(written) if at and not listening else b""
         if key is None or (at and listening):
-            raise UsageError(
-                f"address {text!r} has no public key before its @",
-                remedy="give it as its node printed it",
-                address=text,
-            )
+            raise wrong("has no public key before its @", "give it as its node printed it")
         host, colon, port = rest.rpartition(":")
         if host.startswith("[") and host.endswith("]"):
             host = host[1:-1]
         elif ":" in host or "/" in host:
-            raise UsageError(f"address {text!r} has no unambiguous host", remedy=remedy, address=text)
+            raise wrong("has no unambiguous host")
         number = int(port) if port.isascii() and port.isdigit() and len(port) <= 5 else -1
         if not colon or not (0 if listening else 1) <= number <= 65535:
-            raise UsageError(f"address {text!r} has no valid port", remedy=remedy, address=text)
+            raise wrong("has no valid port")
         if host in _WILDCARDS:
             if not listening:
-                raise UsageError(f"address {text!r} names no host to connect to", remedy=remedy, address=text)
+                raise wrong("names no host to connect to")
         elif not _is_host(host):
-            raise UsageError(
-                f"address {text!r} has no valid host name",
-                remedy="give an IP address, or a name of ASCII letters, digits, - and _, at most 63 between dots "
+            raise wrong(
+                "has no valid host name",
+                "give an IP address, or a name of ASCII letters, digits, - and _, at most 63 between dots "
                 "(another name as xn--...)",
-                address=text,
             )
         return cls(host, number, key)
 

@@ -15,6 +15,7 @@ from typing import Self, TypeAlias
 import msgspec
 
 from pdstage import arguments
+from pdstage.closing import Closing
 from pdstage.control import directory_curve, directory_http, etcd
 from pdstage.control.address import Address
 from pdstage.control.directory import Advert, Conflict, Directory, Incomplete
@@ -29,7 +30,7 @@ from pdstage.control.directory_api import (
     adverts_of,
     refusal_of,
 )
-from pdstage.control.keys import Keys, keys_of
+from pdstage.control.keys import GivenKeys, Keys, keys_of
 from pdstage.errors import PdstageError, PeerError, TransportError, UsageError
 
 __all__ = ["Advert", "BootstrapClient", "BootstrapServer", "Conflict", "DirectoryClient", "Incomplete", "client_of"]
@@ -41,7 +42,7 @@ _POLL_S = 0.1
 _MAYBE_KEYS = "; if it has keys, pass keys="
 
 
-class BootstrapServer:
+class BootstrapServer(Closing):
     """The directory's server. `bind` is `host:port` or `http://host:port`; with port 0 the system chooses.
 
     It listens from construction on. `start()` answers in its own thread until `close()`. `address` is the address for
@@ -56,7 +57,7 @@ class BootstrapServer:
         *,
         advertise: str | None = None,
         insecure: bool = False,
-        keys: Keys | str | os.PathLike[str] | None = None,
+        keys: GivenKeys = None,
     ) -> None:
         address, held = Address.parse(bind, "http", listening=True), keys_of(keys)
         advertise = None if advertise is None else arguments.text("advertise", advertise)
@@ -75,9 +76,6 @@ class BootstrapServer:
 
     def __enter__(self) -> Self:
         return self.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def start(self) -> Self:
         """Starts to answer in a thread."""
@@ -115,9 +113,7 @@ class BootstrapClient:
     allowed here.
     """
 
-    def __init__(
-        self, address: str, timeout_s: float = 2.0, *, keys: Keys | str | os.PathLike[str] | None = None
-    ) -> None:
+    def __init__(self, address: str, timeout_s: float = 2.0, *, keys: GivenKeys = None) -> None:
         self.given = address = arguments.text("a bootstrap address", address)
         plain = address.startswith(PLAIN)
         self.address = Address.parse(address.removeprefix(PLAIN), "http")
@@ -207,9 +203,7 @@ class BootstrapClient:
 DirectoryClient: TypeAlias = BootstrapClient | etcd.EtcdClient
 
 
-def client_of(
-    address: str, timeout_s: float = 2.0, *, keys: Keys | str | os.PathLike[str] | None = None
-) -> DirectoryClient:
+def client_of(address: str, timeout_s: float = 2.0, *, keys: GivenKeys = None) -> DirectoryClient:
     """The client for a directory's address: `etcd://...`, or any that `BootstrapClient` takes. Raises as they do."""
     address = arguments.text("a directory's address", address)
     if address.startswith(etcd.SCHEME):

@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
 from operator import itemgetter
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -17,9 +19,6 @@ from msgspec import Meta
 from pdstage.errors import PeerError, UsageError
 from pdstage.layout.topology import Topology  # noqa: TC001  (msgspec resolves the annotation at run time)
 from pdstage.log_limit import LogLimit
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
 
 log = logging.getLogger(__name__)
 
@@ -183,9 +182,9 @@ class Directory:
             self._expire()
             now, held = self._clock(), dict(self._lost)
             held |= {(name, rank): entry for name, ranks in self._instances.items() for rank, entry in ranks.items()}
-        shown: dict[str, list[tuple[Advert, float]]] = {}
+        shown = defaultdict(list)
         for (name, _), entry in sorted(held.items(), key=itemgetter(0)):
-            shown.setdefault(name, []).append((entry.held.advert, entry.expires_at - now))
+            shown[name].append((entry.held.advert, entry.expires_at - now))
         return shown
 
     def _expire(self) -> None:

@@ -25,12 +25,14 @@ import logging
 import ssl
 import threading
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import msgspec
 
 from pdstage import arguments, environment
+from pdstage.closing import Closing
 from pdstage.control.address import Address, is_at
 from pdstage.control.directory import DECODE, Advert, Conflict, Held, check_advert, check_place, choose, replica
 from pdstage.errors import PdstageError, PeerError, TransportError, UsageError
@@ -52,7 +54,8 @@ _REMEDIES = {
     _DENIED: "grant the user read and write on the prefix (`etcdctl role grant-permission`)",
     _FULL: "make room: compact, defragment and `etcdctl alarm disarm`, or raise --quota-backend-bytes",
 }
-_answer: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])
+_Json: TypeAlias = dict[str, Any]
+_answer = msgspec.json.Decoder(_Json)
 
 
 class EtcdAddress(NamedTuple):
@@ -130,7 +133,7 @@ class Cluster:
     def close(self) -> None:
         self._transport.close()
 
-    def _post(self, url: str, body: dict[str, Any], headers: dict[str, str]) -> dict[str, Any]:
+    def _post(self, url: str, body: _Json, headers: dict[str, str]) -> _Json:
         request = self._request("POST", url, json=body, headers=headers, extensions={"timeout": self._timeout})
         response = self._transport.handle_request(request)
         response.request = request
@@ -140,7 +143,7 @@ class Cluster:
             response.close()
         return _read(response)
 
-    def ask(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, method: str, body: _Json) -> _Json:
         """One request's answer. Raises `TransportError` if no member answers, `Refused` for etcd's own errors, and
         `UsageError` for a user that etcd does not let in.
         """
@@ -202,15 +205,17 @@ def _context(address: EtcdAddress) -> ssl.SSLContext | bool:
     return context
 
 
-def _read(response: httpx2.Response) -> dict[str, Any]:
+def _read(response: httpx2.Response) -> _Json:
     """The answer's first line; a stream of one answer has no other."""
     try:
         answer = _answer.decode(response.text.partition("\n")[0])
     except msgspec.MsgspecError as error:
-        what = f"what answers at {response.url} is not etcd's gateway (HTTP status {response.status_code})"
-        raise TransportError(what, remedy="check the address; etcd 3.4 and later has it") from error
+        raise TransportError(
+            f"what answers at {response.url} is not etcd's gateway (HTTP status {response.status_code})",
+            remedy="check the address; etcd 3.4 and later has it",
+        ) from error
     if response.status_code == http.HTTPStatus.OK and "error" not in answer:
-        result: dict[str, Any] = answer.get("result", answer)
+        result: _Json = answer.get("result", answer)
         return result
     fault = answer["error"] if isinstance(answer.get("error"), dict) else answer  # the former in a stream
     raise Refused(str(fault.get("message", fault)), int(fault.get("code", fault.get("grpc_code", 0))))
@@ -236,7 +241,7 @@ _PROCESSES, _ENDED = "!processes", "!ended"
 """In place of an instance: `quote` leaves no "!"."""
 
 
-class EtcdClient:
+class EtcdClient(Closing):
     """The directory at an `EtcdAddress`: publishes, withdraws and looks up as `BootstrapClient` does.
 
     The first look-up, or `follow`, begins a thread that keeps a copy; `close` ends it. Any thread may call.
@@ -261,12 +266,6 @@ class EtcdClient:
         """Ends the thread. What was published stays until it is withdrawn or its lease ends."""
         self._closing.set()
         self._cluster.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # Publishing.
 
@@ -338,10 +337,9 @@ class EtcdClient:
             del self._leases[_rank_key(advert)]
             self._revoke(lease)  # and with it what it still holds
 
-    def _change(self, conditions: list[dict[str, str]], *changes: dict[str, Any]) -> bool:
+    def _change(self, conditions: list[dict[str, str]], *changes: _Json) -> bool:
         """One transaction; False if a condition does not hold."""
-        asked = {"compare": conditions, "success": changes}
-        return bool(self._cluster.ask("kv/txn", asked).get("succeeded"))
+        return bool(self._cluster.ask("kv/txn", {"compare": conditions, "success": changes}).get("succeeded"))
 
     def _read(self, below: str = "") -> _Copy:
         """What etcd holds below the prefix and `below`."""
@@ -423,12 +421,11 @@ class EtcdClient:
     def instances(self) -> bytes:
         """All live adverts as JSON, for people: by instance, each advert and the seconds left of its lease."""
         copy = self._read()
-        shown: dict[str, list[dict[str, object]]] = {}
+        shown = defaultdict(list)
         for name, ranks in sorted(copy.ranks.items()):
             for _, held in sorted(ranks.items()):
                 left = self._cluster.ask("lease/timetolive", {"ID": copy.leases[_rank_key(held.advert)]})
-                line = {"expires_in_s": int(left.get("TTL", 0)), "advert": held.advert}
-                shown.setdefault(name, []).append(line)
+                shown[name].append({"expires_in_s": int(left.get("TTL", 0)), "advert": held.advert})
         return msgspec.json.encode(shown)
 
     def _follow(self) -> None:
@@ -439,8 +436,9 @@ class EtcdClient:
                 if (copy := self._copy) is None:
                     self._copy, self._heard_at = self._read(), time.monotonic()
                     continue
-                since = {"min_mod_revision": str(copy.revision + 1), "keys_only": True}
-                changed = self._cluster.ask("kv/range", _range(self._prefix) | since)
+                changed = self._cluster.ask(
+                    "kv/range", _range(self._prefix) | {"min_mod_revision": str(copy.revision + 1), "keys_only": True}
+                )
                 is_older = int(changed["header"]["revision"]) < copy.revision  # restored, or another cluster
                 if is_older or changed.get("kvs") or int(changed.get("count", 0)) != copy.n_keys:
                     self._copy = self._read()
@@ -455,7 +453,7 @@ class EtcdClient:
 class _Copy:
     """What the keys under a prefix held at `revision`."""
 
-    def __init__(self, read: dict[str, Any], prefix: str) -> None:
+    def __init__(self, read: _Json, prefix: str) -> None:
         self.revision, self.n_keys = int(read["header"]["revision"]), int(read.get("count", 0))
         self.ranks: dict[str, dict[int, Held]] = {}
         """By instance and unique rank."""
@@ -490,17 +488,17 @@ def _rank_key(advert: Advert) -> str:
     return f"{quote(advert.group, safe='')}/{shape}/{advert.topology.unique_rank}"
 
 
-def _range(prefix: str) -> dict[str, Any]:
+def _range(prefix: str) -> _Json:
     """All keys that begin with `prefix`, which ends in "/"."""
     return {"key": _encoded(prefix), "range_end": _encoded(prefix[:-1] + "0")}
 
 
-def _put(key: str, value: msgspec.Struct, lease: str = "0") -> dict[str, Any]:
+def _put(key: str, value: msgspec.Struct, lease: str = "0") -> _Json:
     put = {"key": _encoded(key), "value": base64.b64encode(msgspec.json.encode(value)).decode(), "lease": lease}
     return {"request_put": put}
 
 
-def _delete(key: str) -> dict[str, Any]:
+def _delete(key: str) -> _Json:
     return {"request_delete_range": {"key": _encoded(key)}}
 
 

@@ -64,10 +64,10 @@ class Guard:
         self._monitor.getsockopt(zmq.EVENTS)  # a pipe announces nothing until it was found empty once
         self.sockets = self._handler, self._monitor
         self.fds = frozenset(int(one.getsockopt(zmq.FD)) for one in self.sockets)
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
-        socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        socket.zap_enforce_domain = 1
+        socket.zap_domain = _DOMAIN
+        socket.curve_server = 1
+        socket.curve_secretkey = keys.secret
         self.port = 0
         """Where the socket listens, once it does. libzmq reports an accepted connection by our end's address alone."""
         self.refusals: list[tuple[str, PeerError]] = []

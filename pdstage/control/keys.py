@@ -12,7 +12,7 @@ import os
 import re
 import stat
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import zmq
 from zmq.utils import z85
@@ -41,7 +41,7 @@ class Keys:
     admitted or removed without restarting the others. Existing connections stay. A node's own key is always allowed.
     """
 
-    def __init__(self, secret: bytes, allow: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, secret: bytes, allow: arguments.GivenPath | None = None) -> None:
         if len(secret) != NBYTES:
             raise UsageError(f"a secret key of {len(secret)} bytes", remedy=f"give {NBYTES}, or a key file's path")
         self.secret = secret
@@ -52,12 +52,12 @@ class Keys:
         return f"Keys(public={self.public.hex()})"
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], allow: str | os.PathLike[str] | None = None) -> Keys:
+    def load(cls, path: arguments.GivenPath, allow: arguments.GivenPath | None = None) -> Keys:
         """Reads a key file, and an allow list if given. Raises `UsageError` that names the file and the remedy."""
         return cls(_read_secret(Path(path)), allow)
 
     @classmethod
-    def make(cls, path: str | os.PathLike[str]) -> Keys:
+    def make(cls, path: arguments.GivenPath) -> Keys:
         """A new pair, written to a new file that only its owner can read. Raises `UsageError` if the file exists."""
         secret: bytes = z85.decode(zmq.curve_keypair()[1])
         keys = cls(secret)
@@ -86,7 +86,11 @@ class Keys:
         return list(dict.fromkeys([first or self.public, self.public, *listed]))[:_MAX_CANDIDATES]
 
 
-def keys_of(given: Keys | str | os.PathLike[str] | None) -> Keys | None:
+GivenKeys: TypeAlias = Keys | arguments.GivenPath | None
+"""An option `keys=`."""
+
+
+def keys_of(given: GivenKeys) -> Keys | None:
     """Reads an option `keys=`: a key file's path, or keys."""
     return given if given is None or isinstance(given, Keys) else Keys.load(arguments.path("keys", given))
 

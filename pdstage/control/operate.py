@@ -19,12 +19,11 @@ from pdstage import arguments
 from pdstage.control.address import is_at
 from pdstage.control.directory import Advert, Conflict
 from pdstage.control.etcd import EtcdClient
-from pdstage.control.keys import Keys, keys_of
+from pdstage.control.keys import GivenKeys, keys_of
 from pdstage.control.zmq import ControlSocket, name_of
 from pdstage.errors import PeerError, TransportError, UsageError
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Sequence
 
     from pdstage.control.bootstrap import DirectoryClient
@@ -96,9 +95,7 @@ def encode(state: NodeState) -> bytes:
     return _MAGIC + msgspec.json.encode(state)
 
 
-def drain(
-    endpoints: Sequence[str], *, keys: Keys | str | os.PathLike[str] | None = None, wait_s: float = 60.0
-) -> dict[str, NodeState]:
+def drain(endpoints: Sequence[str], *, keys: GivenKeys = None, wait_s: float = 60.0) -> dict[str, NodeState]:
     """Asks the nodes at `endpoints`, their control sockets' (`tcp://host:port`), to drain, all at once. Returns how far
     each is, once all are drained, or after `wait_s` seconds. A node that drains takes no room until its process ends.
 
@@ -130,9 +127,7 @@ class Fenced(NamedTuple):
     told: dict[str, NodeState]
 
 
-def fence(
-    client: DirectoryClient, where: str, *, keys: Keys | str | os.PathLike[str] | None = None, wait_s: float = 0.0
-) -> Fenced:
+def fence(client: DirectoryClient, where: str, *, keys: GivenKeys = None, wait_s: float = 0.0) -> Fenced:
     """Tells all living nodes in a directory that the processes at `where`, an instance, a host or an endpoint, have
     ended: each gives back the memory that it kept from use for one of them. Only for an orchestrator that has ended
     them, or their host. Where none is listed, what is told is `where` itself; but not by a directory in etcd, which
@@ -176,7 +171,7 @@ def ask(
     endpoints: Sequence[str],
     request: bytes,
     *,
-    keys: Keys | str | os.PathLike[str] | None = None,
+    keys: GivenKeys = None,
     wait_s: float = 60.0,
 ) -> dict[str, NodeState]:
     """Sends `request` to the nodes at `endpoints`, all at once. Returns their answers; raises as `drain`."""

@@ -13,14 +13,11 @@ import select
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import zmq
 
 from pdstage import native
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _BACKEND = "zmq.backend.cython._zmq"
 _LOOK_S = 0.002

@@ -26,20 +26,20 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 import zmq
 
+from pdstage.closing import Closing
 from pdstage.control.address import Address
 from pdstage.control.guard import Guard
 from pdstage.control.port import open_port
-from pdstage.errors import TransportError, UsageError
+from pdstage.errors import PeerError, TransportError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from pdstage.control.keys import Keys
-    from pdstage.errors import PeerError
 
 MAX_FRAME_NBYTES = 16 << 20
 MAX_FRAMES = 4096
@@ -125,7 +125,7 @@ _OPTIONS: dict[int, int | bytes] = {
 
 def check_descriptors() -> None:
     """Raises `TransportError` if too few descriptors are left for a node: libzmq aborts the process without one."""
-    held: list[int] = []
+    held = []
     try:
         for _ in range(_DESCRIPTORS):
             held.append(os.eventfd(0, os.EFD_CLOEXEC))
@@ -147,7 +147,7 @@ def _end(context: zmq.Context[zmq.Socket[bytes]], sockets: Iterable[zmq.Socket[b
     context.term()
 
 
-class ControlSocket:
+class ControlSocket(Closing):
     """A node's control socket. One thread at a time may wait and receive; meanwhile any may send, connect and `wake`.
 
     `bind` is `tcp://host:port`. With port 0 the system chooses; host "*" means every interface, and `advertise` then
@@ -202,7 +202,7 @@ class ControlSocket:
         self._port = open_port(self._socket, self._wake_fd, self._using, MAX_FRAMES)
 
     def _bind(self, address: Address, advertise: str | None) -> str:
-        self._socket.setsockopt(zmq.IPV6, address.is_ipv6)
+        self._socket.ipv6 = address.is_ipv6
         try:
             self._socket.bind(f"tcp://{address}" if address.host else f"tcp://*:{address.port}")
         except zmq.ZMQError as error:
@@ -215,12 +215,6 @@ class ControlSocket:
         if self._guard is not None:
             self._guard.port = bound.port
         return f"tcp://{bound.reachable(advertise, self._keys).keyed}"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def connect(self, endpoint: str) -> bytes:
         """The route to `endpoint`; connects if there is none yet. Never blocks, even if nothing listens there.
@@ -262,13 +256,13 @@ class ControlSocket:
         # The name under which the peer knows us is not used twice either: its handover between two connections of one
         # name keeps the one whose greeting it serves last, which may be the older, closing one.
         again = b"#" + secrets.token_hex(8).encode() if self._gave_up else b""
-        self._socket.setsockopt(zmq.IDENTITY, route_of(self._identity) + again)
-        self._socket.setsockopt(zmq.IPV6, address.is_ipv6)
-        self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, route)
+        self._socket.identity = route_of(self._identity) + again
+        self._socket.ipv6 = address.is_ipv6
+        self._socket.connect_routing_id = route
         if self._keys is not None:  # from here on a client: the listener copied its options when it was bound
-            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
-            self._socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
-            self._socket.setsockopt(zmq.CURVE_SERVERKEY, key)
+            self._socket.curve_publickey = self._keys.public
+            self._socket.curve_secretkey = self._keys.secret
+            self._socket.curve_serverkey = key
         try:
             self._socket.connect(target)
         except zmq.ZMQError as error:

@@ -39,7 +39,7 @@ def facts(
     """
     revision = config.revision or getattr(config.hf_config, "_commit_hash", None)
     rope = getattr(config.hf_text_config, "rope_parameters", None)
-    stated: dict[str, str | None] = {
+    stated = {
         "name": _brief(name),
         "revision": revision,
         "dtype": str(config.dtype).removeprefix("torch."),

@@ -6,14 +6,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pdstage import environment
+from pdstage import DecodeNode, PrefillNode, environment
 from pdstage.arguments import integer, text
 from pdstage.control.address import Address
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pdstage import DecodeNode, PrefillNode
     from pdstage.watch.server import Endpoint
 
 _LAST_PORT = 65535

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pdstage import Config, DecodeNode, PrefillNode, UsageError, environment
 from pdstage.arguments import flag
 from pdstage.integrations.model import overridden
 from pdstage.manager.options import DEFAULTS
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _OURS = {
     "publish", "progress", "metadata", "aux", "observers", "bind",

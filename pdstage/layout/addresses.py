@@ -12,19 +12,15 @@ them better and catch more mistakes.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pdstage.errors import UsageError
 from pdstage.layout.arrays import Array, Part, Piece, pages, part, refused
 from pdstage.layout.states import StateType
-from pdstage.layout.topology import REPLICATED, Axis, shard_axis
-from pdstage.layout.views import Region, RowLevel
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from pdstage.layout.views import Key
+from pdstage.layout.topology import REPLICATED, Axis, Tp, shard_axis
+from pdstage.layout.views import Key, Region, RowLevel
 
 
 class Buffers(NamedTuple):
@@ -84,7 +80,7 @@ class StateComponents:
     into `build`.
     """
 
-    tp: tuple[int, int]
+    tp: Tp
     device: tuple[str, int] = ("cpu", 0)
     parts: list[Part] = field(default_factory=list)
     _held: dict[Key, int] = field(default_factory=dict)
@@ -174,7 +170,7 @@ _MAX_UNITS = 128
 
 
 def _pieces(
-    array: Array, dim: int, outer: int, groups: Sequence[int] | None, *, tp: tuple[int, int], paging: Paging | None,
+    array: Array, dim: int, outer: int, groups: Sequence[int] | None, *, tp: Tp, paging: Paging | None,
     whole: Axis,
 ) -> dict[str, Piece]:  # fmt: skip
     """The pieces of a buffer's items by the suffixes of their roles: one, or one per group.

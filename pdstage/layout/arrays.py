@@ -15,15 +15,13 @@ import numpy as np
 from pdstage.errors import UsageError
 from pdstage.layout.states import canonical, kind_of
 from pdstage.layout.topology import Axis  # noqa: TC001
-from pdstage.layout.views import Key, Layout, Region, RowLevel, View
+from pdstage.layout.views import Key, Layout, Region, RowLevel, TokenShard, View
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     import torch
     from numpy.typing import NDArray
-
-    from pdstage.layout.views import TokenShard
 
 
 TensorLike: TypeAlias = "torch.Tensor | NDArray[np.generic]"
@@ -259,7 +257,7 @@ def part(roles: Mapping[str, Sequence[Piece]], naming: Naming, component: str = 
             )
     name = canonical(naming.get("component", component))
     regions = list(dict.fromkeys(piece.array.region for pieces in roles.values() for piece in pieces))
-    views: list[View] = []
+    views = []
     seen: dict[int, Array] = {}
     for role, pieces in roles.items():
         for layer, piece in zip(layers, pieces, strict=True):

@@ -5,23 +5,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, Unpack
+from typing import NamedTuple, Unpack
 
 from pdstage.errors import UsageError
-from pdstage.layout.arrays import Piece, arrays_of, check_heads, pages, part, refused
-from pdstage.layout.topology import REPLICATED, shard_axis
+from pdstage.layout.arrays import Array, Naming, Part, Piece, Tensors, arrays_of, check_heads, pages, part, refused
+from pdstage.layout.topology import REPLICATED, Tp, shard_axis
 from pdstage.layout.views import RowLevel
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
-    from pdstage.layout.arrays import Array, Naming, Part, Tensors
-
-
-def sglang_mha(
-    k: Tensors, v: Tensors, *, page_size: int, total_heads: int, tp: tuple[int, int], **naming: Unpack[Naming]
-) -> Part:
+def sglang_mha(k: Tensors, v: Tensors, *, page_size: int, total_heads: int, tp: Tp, **naming: Unpack[Naming]) -> Part:
     """SGLang's pools `[slots, heads, dim]`; every `page_size` slots form a page."""
     roles = {
         name: [_paginated(array, page_size) for array in arrays_of(name, given, "slots, heads, dim")]
@@ -30,13 +24,13 @@ def sglang_mha(
     return _heads(roles, total_heads, tp, naming)
 
 
-def paged_nhd(k: Tensors, v: Tensors, *, total_heads: int, tp: tuple[int, int], **naming: Unpack[Naming]) -> Part:
+def paged_nhd(k: Tensors, v: Tensors, *, total_heads: int, tp: Tp, **naming: Unpack[Naming]) -> Part:
     """Pools `[pages, page_size, heads, dim]`; k and v may be halves of one fused tensor."""
     roles = {name: arrays_of(name, given, "pages, page_size, heads, dim") for name, given in (("k", k), ("v", v))}
     return _heads(roles, total_heads, tp, naming)
 
 
-def paged_hnd(k: Tensors, v: Tensors, *, total_heads: int, tp: tuple[int, int], **naming: Unpack[Naming]) -> Part:
+def paged_hnd(k: Tensors, v: Tensors, *, total_heads: int, tp: Tp, **naming: Unpack[Naming]) -> Part:
     """Pools `[pages, heads, page_size, dim]`; k and v may be halves of one fused tensor."""
     roles = {
         name: [_rows_first(array) for array in arrays_of(name, given, "pages, heads, page_size, dim")]
@@ -49,7 +43,7 @@ def vllm_blocks(
     caches: Tensors,
     *,
     total_heads: int,
-    tp: tuple[int, int],
+    tp: Tp,
     key_nbytes: int | None = None,
     **naming: Unpack[Naming],
 ) -> Part:
@@ -78,7 +72,7 @@ def vllm_blocks(
 
 
 def vllm_cpu_blocks(
-    caches: Tensors, *, total_heads: int, tp: tuple[int, int], packed: bool = False, **naming: Unpack[Naming]
+    caches: Tensors, *, total_heads: int, tp: Tp, packed: bool = False, **naming: Unpack[Naming]
 ) -> Part:
     """vLLM's CPU_ATTN caches: tensors of the shape `[blocks, heads, block_size, 2 * dim]` with another memory order.
 
@@ -231,7 +225,7 @@ def dsa_index(
     )
 
 
-def _heads(roles: Mapping[str, Sequence[Array]], total_heads: int, tp: tuple[int, int], naming: Naming) -> Part:
+def _heads(roles: Mapping[str, Sequence[Array]], total_heads: int, tp: Tp, naming: Naming) -> Part:
     """Views of arrays `[pages, page_size, heads, dim]` that are sliced by KV heads."""
     axis = shard_axis("kv_head", total_heads, *tp)
     return part({role: [pages(array, axis) for array in held] for role, held in roles.items()}, naming)

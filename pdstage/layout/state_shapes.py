@@ -5,16 +5,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, Unpack
+from typing import NamedTuple, Unpack
 
-from pdstage.layout.arrays import Piece, arrays_of, check_heads, part, refused
-from pdstage.layout.topology import REPLICATED, Axis, shard_axis
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from pdstage.layout.arrays import Array, Naming, Part, Tensors
+from pdstage.layout.arrays import Array, Naming, Part, Piece, Tensors, arrays_of, check_heads, part, refused
+from pdstage.layout.topology import REPLICATED, Axis, Tp, shard_axis
 
 
 class Section(NamedTuple):
@@ -33,7 +29,7 @@ class Section(NamedTuple):
         """Channels of one shard."""
         return self.heads * self.head_dim if self.replicated else self.head_dim
 
-    def axis(self, tp: tuple[int, int]) -> Axis:
+    def axis(self, tp: Tp) -> Axis:
         return REPLICATED if self.replicated else shard_axis("conv_head", self.heads, *tp)
 
 
@@ -41,7 +37,7 @@ def mamba_conv(
     states: Tensors,
     *,
     sections: Sequence[Section],
-    tp: tuple[int, int],
+    tp: Tp,
     channels_last: bool = False,
     window: int | None = None,
     whole: bool = False,
@@ -95,7 +91,7 @@ def mamba_ssm(
     states: Tensors,
     *,
     total_heads: int,
-    tp: tuple[int, int],
+    tp: Tp,
     role: str = "ssm",
     **naming: Unpack[Naming],
 ) -> Part:

@@ -110,16 +110,15 @@ StateType.NSA = StateType.DSA = StateType.register(StateType("nsa", ("dsa",), al
 
 # The other kinds of SGLang 0.5.23 (StateType in its disaggregation/base/conn.py). The rings are rows in position order,
 # so their sizes may differ. Scales of a quantized cache are best sent as views of the cache's own component.
-for _kind in (
-    StateType("qsa_pending", ("qsa_pending",), positional=False, exact=True),
-    StateType("qsa_compressed", ("qsa_compressed",)),
-    StateType("dsa_tail", ("dsa_tail",)),
-    StateType("minimax_index_k", ("minimax_index_k",)),
-    StateType("minimax_dense_kv", ("minimax_dense_kv",)),
-    StateType("swa_ring", ("swa_ring",)),
-    StateType("c128_state", ("c128_state",), positional=False, exact=True, aliases=("dsv4_request_state",)),
-    StateType("request_row", ("request_row",), positional=False, exact=True),
-    StateType("block_scale", ("block_scale",)),
-    StateType("block_scale_swa", ("block_scale_swa",)),
+for _name in (
+    "qsa_compressed",
+    "dsa_tail",
+    "minimax_index_k",
+    "minimax_dense_kv",
+    "swa_ring",
+    "block_scale",
+    "block_scale_swa",
 ):
-    StateType.register(_kind)
+    StateType.register(StateType(_name, (_name,)))
+for _name, _aliases in (("qsa_pending", ()), ("c128_state", ("dsv4_request_state",)), ("request_row", ())):
+    StateType.register(StateType(_name, (_name,), positional=False, exact=True, aliases=_aliases))

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from pdstage.arguments import integer
 from pdstage.errors import UsageError
 
 MAX_RANKS = 1 << 15
 """Per kind: so the number of a place among all four kinds has at most 60 bits."""
+
+Range: TypeAlias = tuple[int, int]
+"""Half-open: `[start, stop)`."""
+Tp: TypeAlias = tuple[int, int]
+"""Its size, and a rank's number in it."""
 
 
 class Axis(NamedTuple):
@@ -25,7 +30,7 @@ class Axis(NamedTuple):
     count: int  # type: ignore[assignment]  # the field's name, over tuple.count
 
 
-def shard_range(total: int, tp: int, rank: int) -> tuple[int, int]:
+def shard_range(total: int, tp: int, rank: int) -> Range:
     """Shards `[start, end)` of `total` that `rank` of `tp` holds. Neither number need divide the other.
 
     With more ranks than shards, every rank holds exactly one and replicas are consecutive ranks, as SGLang, vLLM and
@@ -95,3 +100,8 @@ class Topology:
     def group_size(self) -> int:
         """The number of ranks that serve one request together."""
         return self.pp_size * self.cp_size * self.tp_size
+
+
+def places_of(rank: Topology) -> list[tuple[str, int, int]]:
+    """Each kind, the outermost first: its name, the rank's place, and its size."""
+    return [(kind, getattr(rank, f"{kind}_rank"), getattr(rank, f"{kind}_size")) for kind in ("dp", "pp", "cp", "tp")]

@@ -13,19 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pdstage.errors import UsageError
 from pdstage.layout.states import canonical
-from pdstage.layout.topology import Axis, shard_axis
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
-    from pdstage.layout.topology import Topology
-
+from pdstage.layout.topology import Axis, Range, Topology, shard_axis
 
 _MAX_RANKS = 1 << 10
 _MAX_INTERLEAVE = 1 << 20
@@ -88,24 +83,24 @@ class View:
             raise UsageError(f"view {self.key} {problem}", remedy="correct the view's geometry", key=self.key)
 
     def _problem(self) -> str:  # noqa: PLR0911  (a list of rules)
-        if not 1 <= len(self.rows) <= 2:
-            return f"has {len(self.rows)} row levels, not one or two"
+        rows = self.rows
+        if not 1 <= len(rows) <= 2:
+            return f"has {len(rows)} row levels, not one or two"
         if min(self.n_items, self.tokens_per_item, self.shards, self.segs, self.width) < 1:
             return "has a size below 1"
         if not 0 <= self.key.layer < MAX_LAYERS:
             return f"has a layer number outside of 0..{MAX_LAYERS - 1}"
-        if any(row.tokens < 1 for row in self.rows):
+        if any(row.tokens < 1 for row in rows):
             return "has a row level of 0 tokens"
-        if self.tokens_per_item % self.rows[-1].tokens:
-            return (
-                f"has {self.tokens_per_item} tokens per item, not a multiple of the {self.rows[-1].tokens} a row covers"
-            )
-        if len(self.rows) == 2 and self.rows[0].tokens % self.rows[1].tokens:
+        if self.tokens_per_item % rows[-1].tokens:
+            return f"has {self.tokens_per_item} tokens per item, not a multiple of the {rows[-1].tokens} a row covers"
+        if len(rows) == 2 and rows[0].tokens % rows[1].tokens:
             return "has a first row level that is not a multiple of the second"
-        if self.axis.count != self.shards:
-            return f"declares {self.axis.count} shards on axis {self.axis.name!r} but stores {self.shards}"
-        if self.axis.first < 0 or self.axis.first + self.axis.count > self.axis.total:
-            return f"declares shards {self.axis.first}..{self.axis.first + self.axis.count} of {self.axis.total}"
+        axis, total, first, count = self.axis
+        if count != self.shards:
+            return f"declares {count} shards on axis {axis!r} but stores {self.shards}"
+        if first < 0 or first + count > total:
+            return f"declares shards {first}..{first + count} of {total}"
         return ""
 
     @property
@@ -138,7 +133,7 @@ class View:
         last = {min(outer, tokens) - row, tokens - row}
         return last | ({0, whole - outer, whole - row} if whole else {0}) | ({whole} if whole < tokens else set())
 
-    def extent(self) -> tuple[int, int]:
+    def extent(self) -> Range:
         """Lowest and one past the highest byte the view can touch, from the region's base."""
         low = high = self.offset
         rows = [self.row_offset(t) for t in self._corners()]

@@ -6,7 +6,7 @@ JSON with a version; a file that holds anything else is refused.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -14,9 +14,6 @@ from msgspec import Meta
 from pdstage import arguments, environment
 from pdstage.errors import UsageError
 from pdstage.plan.cost import CostModel  # noqa: TC001  (msgspec resolves the annotation at run time)
-
-if TYPE_CHECKING:
-    import os
 
 VERSION = 1
 
@@ -34,7 +31,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 _files = msgspec.json.Decoder(Calibration)
 
 
-def read(path: str | os.PathLike[str]) -> Calibration:
+def read(path: arguments.GivenPath) -> Calibration:
     """Raises `UsageError` that names the file, and the field where one is wrong."""
     try:
         held = Path(path).read_bytes()
@@ -51,7 +48,7 @@ def read(path: str | os.PathLike[str]) -> Calibration:
         ) from error
 
 
-def costs(given: str | os.PathLike[str] | None) -> dict[str, CostModel]:
+def costs(given: arguments.GivenPath | None) -> dict[str, CostModel]:
     """What transports cost, by name, by the file `given`, or by the environment's; nothing where there is neither."""
     path = environment.CALIBRATION.read() if given is None else arguments.path("calibration", given)
     return dict(read(path).transports) if path else {}

@@ -12,13 +12,13 @@ import numpy as np
 from pdstage.errors import PdstageError, UsageError
 from pdstage.kernels import Pool
 from pdstage.layout import Layout, Region
-from pdstage.plan import layers_of, selects
+from pdstage.plan import Rects, Select, Tokens, layers_of, selects
 from pdstage.plan.spans import Index, split
 from pdstage.plan.token_slices import DirectPlans
-from pdstage.protocol.destinations import LEAST_PIECE_NBYTES, clip
+from pdstage.protocol.destinations import LEAST_PIECE_NBYTES, Chunk, Destination, clip
 from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
-from pdstage.stager import Move, Passes, failed
-from pdstage.transport import Mapped, PostFailed, Spans
+from pdstage.stager import Copied, Move, Passes, Stager, failed
+from pdstage.transport import Done, Mapped, PostFailed, Spans, Traits, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,12 +26,8 @@ if TYPE_CHECKING:
     from pdstage.manager.observer import Observation
     from pdstage.manager.sessions import PeerPlan, Sessions
     from pdstage.metrics import Counters
-    from pdstage.plan import Rect, Select, Tokens
     from pdstage.plan.cost import CostModel
-    from pdstage.protocol.destinations import Chunk, Destination
     from pdstage.protocol.session import Session
-    from pdstage.stager import Copied, Stager
-    from pdstage.transport import Done, Traits, Transport
 
 log = logging.getLogger(__name__)
 
@@ -85,16 +81,14 @@ class DataPath:
             nbytes = destination.session.stagings.of(destination.shares, rects).nbytes(tokens)
         return self._is_cheaper_direct(destination, rects, tokens, nbytes)
 
-    def _is_cheaper_direct(
-        self, destination: Destination, rects: tuple[Rect, ...], tokens: Tokens, nbytes: int
-    ) -> bool:
+    def _is_cheaper_direct(self, destination: Destination, rects: Rects, tokens: Tokens, nbytes: int) -> bool:
         if self._kind == "cpu" and self._mapped(destination.session):
             return True  # one pass of copies, where staged makes two
         n_descriptors = self._in_place(destination, rects).posts.n_descriptors(tokens)
         n_chunks = -(-nbytes // self._staged_nbytes(destination, nbytes))
         return self._cost(destination).prefers_direct(nbytes, n_descriptors, n_chunks)
 
-    def piece_nbytes(self, destination: Destination, rects: tuple[Rect, ...], nbytes: int) -> int:
+    def piece_nbytes(self, destination: Destination, rects: Rects, nbytes: int) -> int:
         """How long the chunks are to be into which `rects`, of `nbytes`, are split: direct ones as long as they may,
         since they have no stages that could overlap.
         """
@@ -115,7 +109,7 @@ class DataPath:
     def _cost(self, destination: Destination) -> CostModel:
         return self.cost_of(self.transport.traits_of(self.sessions.plan(destination.session).label))
 
-    def _in_place(self, destination: Destination, rects: tuple[Rect, ...]) -> InPlace:
+    def _in_place(self, destination: Destination, rects: Rects) -> InPlace:
         """Made once for each range of layers."""
         peer, session = self.sessions.plan(destination.session), destination.session
         key = (destination.shares, *map(layers_of, rects))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from pdstage import arguments
 from pdstage.errors import PdstageError, PeerError, UsageError
 from pdstage.layout import Region
 from pdstage.manager.driver import changes_rooms
-from pdstage.manager.handle import Handle, check_event
+from pdstage.manager.handle import CudaEvent, Handle, check_event
 from pdstage.manager.items import GivenItems, GivenTokens, check
 from pdstage.manager.node import Node
 from pdstage.manager.options import MAX_PARTS, NodeOptions
@@ -26,17 +26,15 @@ from pdstage.protocol.decode_chunks import Scatter
 from pdstage.protocol.room import RoomId, room_key
 from pdstage.protocol.state import State
 from pdstage.protocol.wire import OLDEST
-from pdstage.stager import Move
+from pdstage.stager import Copied, Move
 from pdstage.transport import Done, Inbound, PostFailed
 
 if TYPE_CHECKING:
     from pdstage.control.bootstrap import Advert
     from pdstage.kernels import Pool
     from pdstage.layout.topology import Topology
-    from pdstage.manager.handle import CudaEvent
     from pdstage.protocol.decode_rooms import DecodeRoom
     from pdstage.protocol.session import Session
-    from pdstage.stager import Copied
 
 
 class Receiver(Handle):
@@ -134,7 +132,7 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
     them write the pool. The other arguments are those of `PrefillNode`.
     """
 
-    role: ClassVar[str] = "decode"
+    role = "decode"
 
     def __init__(
         self,
@@ -237,14 +235,16 @@ class DecodeNode(Node[DecodeCore, Scatter, Receiver]):
 
     def _found(self, room: DecodeRoom, adverts: list[Advert]) -> None:
         """What a directory says is a peer's word: where it is of no use it fails this room, not the driver."""
-        writers: dict[int, bytes] = {}
+        writers = {}
         try:
             if len({one.topology.unique_rank for one in adverts}) < len(adverts):
                 raise PeerError("a directory names one prefill rank twice", remedy="see what answers at its address")
             for advert in adverts:
                 if advert.version < OLDEST:  # a later one than ours may talk with us: it says so when greeted
-                    what = f"{advert.where} speaks wire version {advert.version}, this node talks {OLDEST} and later"
-                    raise PeerError(what, remedy="run a later release at prefill")
+                    raise PeerError(
+                        f"{advert.where} speaks wire version {advert.version}, this node talks {OLDEST} and later",
+                        remedy="run a later release at prefill",
+                    )
                 writers[advert.topology.unique_rank] = self.socket.connect(advert.endpoint)
             self.core.found(room, writers)
         except PdstageError as error:

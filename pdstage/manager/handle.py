@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from pdstage import arguments
-from pdstage.errors import UsageError
+from pdstage.errors import PdstageError, UsageError
 from pdstage.protocol.state import State
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from pdstage.errors import PdstageError
     from pdstage.manager.node import AnyNode
     from pdstage.metadata import AuxRow
     from pdstage.protocol.room import Room, RoomId

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -14,15 +14,14 @@ from pdstage.errors import UsageError
 from pdstage.kernels import Index
 from pdstage.layout.states import canonical
 from pdstage.layout.views import MAX_LAYERS
-from pdstage.plan import Rect
+from pdstage.plan import Rect, Rects
 from pdstage.plan.ownership import CommonTokens
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy.typing as npt
 
     from pdstage.layout import Component, Layout
+    from pdstage.layout.topology import Range
 
 
 _FEW = 256
@@ -30,8 +29,9 @@ MAX_TOKENS = (1 << 40) - 1
 """The most tokens that a sequence may have, so that no sum of theirs and bytes is beyond 63 bits."""
 
 
+_Integers: TypeAlias = "npt.NDArray[np.integer[Any]]"
 GivenItems: TypeAlias = "Mapping[str, Items | npt.ArrayLike] | npt.ArrayLike"
-GivenTokens: TypeAlias = "Mapping[str, tuple[int, int]] | tuple[int, int] | int | None"
+GivenTokens: TypeAlias = "Mapping[str, Range] | Range | int | None"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +98,7 @@ def _by_name(layout: Layout, items: GivenItems) -> Mapping[str, Items | npt.Arra
     return {text("a component's name", name): given for name, given in named.items()}
 
 
-def _spans(layout: Layout, tokens: GivenTokens) -> dict[str, tuple[int, int]]:
+def _spans(layout: Layout, tokens: GivenTokens) -> dict[str, Range]:
     """By component; none for all that the items cover."""
     if tokens is None:
         return {}
@@ -113,7 +113,7 @@ def _spans(layout: Layout, tokens: GivenTokens) -> dict[str, tuple[int, int]]:
     return {name: (0, integer("tokens", tokens, high=MAX_TOKENS))}
 
 
-def rects_of(layout: Layout, checked: Mapping[str, Checked], layers: tuple[int, int] | None) -> tuple[Rect, ...]:
+def rects_of(layout: Layout, checked: Mapping[str, Checked], layers: Range | None) -> Rects:
     """One rectangle a component, over `layers` (all of its own if None).
 
     None for no tokens; one for no slots, which says that there are none.
@@ -137,9 +137,7 @@ def _only(layout: Layout, what: str) -> Component:
     return layout.components[0]
 
 
-def _check_one(
-    component: Component, given: npt.NDArray[np.integer[Any]], first: int, span: tuple[int, int] | None, *, unique: bool
-) -> Checked:
+def _check_one(component: Component, given: _Integers, first: int, span: Range | None, *, unique: bool) -> Checked:
     name, per_item = component.name, component.tokens_per_item
     own = CommonTokens.of(component.owned)
     end = first + len(given) * per_item
@@ -156,18 +154,25 @@ def _check_one(
             remedy=remedy, component=name,
         )  # fmt: skip
     if component.positional and first % per_item:
-        remedy = f"round it down to a multiple of the {per_item} tokens an item has, and give that item too"
-        raise UsageError(f"first_token {first} of {name!r} is inside an item", remedy=remedy, component=name)
+        raise UsageError(
+            f"first_token {first} of {name!r} is inside an item",
+            remedy=f"round it down to a multiple of the {per_item} tokens an item has, and give that item too",
+            component=name,
+        )
     problem = _problem(given, component.n_items, unique=unique)
     if problem is not None:
         what, at = problem
-        remedy = f"give items of 0..{component.n_items - 1}, each at most once where they are destinations"
-        raise UsageError(f"item {at} of {name!r} {what}", remedy=remedy, position=at, component=name)
+        raise UsageError(
+            f"item {at} of {name!r} {what}",
+            remedy=f"give items of 0..{component.n_items - 1}, each at most once where they are destinations",
+            position=at,
+            component=name,
+        )
     pages = given.astype(np.int32)  # always a copy: the caller's array stays the caller's (I9)
     return Checked(pages, start, stop, Index.of(pages, first))
 
 
-def _as_integers(name: str, pages: npt.ArrayLike | Sequence[int]) -> npt.NDArray[np.integer[Any]]:
+def _as_integers(name: str, pages: npt.ArrayLike | Sequence[int]) -> _Integers:
     cause = None
     try:
         array = np.asarray(pages)
@@ -182,7 +187,7 @@ def _as_integers(name: str, pages: npt.ArrayLike | Sequence[int]) -> npt.NDArray
     ) from cause
 
 
-def _problem(pages: npt.NDArray[np.integer[Any]], n_items: int, *, unique: bool) -> tuple[str, int] | None:
+def _problem(pages: _Integers, n_items: int, *, unique: bool) -> tuple[str, int] | None:
     """What is wrong with the first wrong item and where it is; None if all are good.
 
     A room has few pages more often than many: for those, plain Python is several times faster than numpy's calls.
@@ -192,7 +197,7 @@ def _problem(pages: npt.NDArray[np.integer[Any]], n_items: int, *, unique: bool)
         good = not held or (min(held) >= 0 and max(held) < n_items and (not unique or len(set(held)) == len(held)))
     else:
         good = pages.min() >= 0 and pages.max() < n_items and not (unique and _named_twice(pages, n_items))
-    seen: set[int] = set()
+    seen = set()
     for at, page in enumerate([] if good else pages.tolist()):
         if not 0 <= page < n_items:
             return f"is {page}, out of range", at
@@ -202,7 +207,7 @@ def _problem(pages: npt.NDArray[np.integer[Any]], n_items: int, *, unique: bool)
     return None
 
 
-def _named_twice(pages: npt.NDArray[np.integer[Any]], n_items: int) -> bool:
+def _named_twice(pages: _Integers, n_items: int) -> bool:
     """Marks each page, which costs a tenth of sorting them."""
     marked = np.zeros(n_items, np.bool_)
     marked[pages] = True

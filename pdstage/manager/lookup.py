@@ -198,8 +198,9 @@ class Directory:
             try:
                 thread.start()
             except RuntimeError as error:
-                what = f"no thread could be started for a lookup ({error})"
-                raise TransportError(what, remedy="free some") from error
+                raise TransportError(
+                    f"no thread could be started for a lookup ({error})", remedy="free some"
+                ) from error
             asker = self._askers[address] = _Asker(thread, threading.Condition(self._lock), [])
         asker.waiting.append(look)
         asker.changed.notify()

@@ -23,17 +23,17 @@ from pdstage.control.bootstrap import Advert
 from pdstage.control.directory import check_advert
 from pdstage.control.keys import keys_of
 from pdstage.control.zmq import ControlSocket, check_descriptors
-from pdstage.errors import TransportError, UsageError
+from pdstage.errors import PdstageError, TransportError, UsageError
 from pdstage.kernels import Pool
-from pdstage.layout.topology import Topology
+from pdstage.layout.topology import Topology, places_of
 from pdstage.layout.views import check_heads
 from pdstage.manager import status
 from pdstage.manager.driver import Driver, changes_rooms
-from pdstage.manager.handle import Handle, Roster
+from pdstage.manager.handle import CudaEvent, Handle, Roster
 from pdstage.manager.lookup import Directory, this_process
 from pdstage.manager.observer import Observation, Origin
 from pdstage.manager.options import NodeOptions, check_memory, checked, facts_of, transport_of
-from pdstage.manager.status import Status
+from pdstage.manager.status import OpenRoom, Status
 from pdstage.protocol.handshake import features
 from pdstage.protocol.messages import Offer, RowSpan
 from pdstage.protocol.room import NO_ROWS, OwnRows
@@ -47,10 +47,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from pdstage.errors import PdstageError
     from pdstage.kernels.index_ring import Runtime
-    from pdstage.manager.handle import CudaEvent
-    from pdstage.manager.status import OpenRoom
     from pdstage.metadata import AuxRow, MetadataBuffers
     from pdstage.protocol.decode import DecodeCore
     from pdstage.protocol.decode_chunks import Scatter
@@ -403,7 +400,7 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
         """
         with self.driver.lock:
             over = {f"sessions_over_{name}": n for name, n in self.sessions.over.items()}
-            return self.core.counters.as_dict() | over
+            return asdict(self.core.counters) | over
 
     @abstractmethod
     def status(self) -> Status:
@@ -414,11 +411,11 @@ class Node(ABC, Generic[AnyCore, Own, AnyHandle]):
 
     def _status(self) -> Status:
         """What both roles say, but for what handles do. Under the lock."""
-        core, sessions, at = self.core, self.sessions, self.topology
-        places = (f"{getattr(at, f'{axis}_rank')}/{getattr(at, f'{axis}_size')}" for axis in ("tp", "pp", "cp", "dp"))
-        info = (pdstage.__version__, self.transport.traits.name, self.path, *places)
+        core, sessions = self.core, self.sessions
+        dp, pp, cp, tp = (f"{rank}/{size}" for _, rank, size in places_of(self.topology))
+        info = (pdstage.__version__, self.transport.traits.name, self.path, tp, pp, cp, dp)
         return Status(
-            info, core.counters.as_dict(), asdict(self.socket.counters), dict(sessions.over), {}, len(core.sessions),
+            info, asdict(core.counters), asdict(self.socket.counters), dict(sessions.over), {}, len(core.sessions),
             len(sessions.lost), len(core.chunks.flights), failed=self.driver.failure is not None,
             draining=self.draining, directory=self.directory.status(),
         )  # fmt: skip

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 from pdstage.errors import PdstageError, TransportError
 from pdstage.protocol.decode_chunks import Scatter
 from pdstage.protocol.prefill_chunks import Gather, Write, WriteDirect, WriteRow
-from pdstage.protocol.room import room_id
+from pdstage.protocol.room import RoomId, room_id
 from pdstage.protocol.state import State
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from pdstage.manager.handle import Handle
     from pdstage.protocol.destinations import Chunk
     from pdstage.protocol.messages import SessionId
-    from pdstage.protocol.room import RoomId
     from pdstage.protocol.session import Session
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ A transport's traits say what it can do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypedDict
 
 from pdstage import arguments
@@ -18,10 +18,7 @@ from pdstage.stager import DEFAULT_MAX_SMS
 from pdstage.transport import Traits, Transport, open_from_config, supporting
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Sequence
-
-    from pdstage.control.keys import Keys
+    from pdstage.control.keys import GivenKeys
     from pdstage.kernels import Pool
     from pdstage.manager.observer import Observer
 
@@ -43,7 +40,7 @@ class NodeOptions(TypedDict, total=False):
     progress: str
     max_sms: int | None
     insecure: bool
-    keys: Keys | str | os.PathLike[str] | None
+    keys: GivenKeys
     aux: str
     metadata: MetadataBuffers | None
     observers: Sequence[Observer]
@@ -83,8 +80,10 @@ def checked(given: NodeOptions) -> tuple[NodeOptions, Config]:
     if options["aux"] != "tcp" and metadata is None:
         raise UsageError(f"aux {options['aux']!r} without aux rows", remedy="give the node its `metadata`")
     if metadata is not None and metadata.row_nbytes > config.max_aux_nbytes:  # any row may have to go by message
-        what = f"aux rows of {metadata.row_nbytes} bytes, the limit is {config.max_aux_nbytes}"
-        raise UsageError(what, remedy="raise Config.max_aux_nbytes on both sides, or leave columns out")
+        raise UsageError(
+            f"aux rows of {metadata.row_nbytes} bytes, the limit is {config.max_aux_nbytes}",
+            remedy="raise Config.max_aux_nbytes on both sides, or leave columns out",
+        )
     return options, config
 
 
@@ -98,8 +97,10 @@ def facts_of(model: Mapping[str, str] | None) -> tuple[Fact, ...]:
     for name, value in dict(model).items():
         fact = Fact(arguments.text("a name in `model`", name), arguments.text(f"model's {name}", value))
         if max(map(len, fact)) > MAX_WORD:
-            what = f"model's {arguments.shown(name)} of {len(fact.value)} characters"
-            raise UsageError(what, remedy=f"give at most {MAX_WORD}, such as a digest")
+            raise UsageError(
+                f"model's {arguments.shown(name)} of {len(fact.value)} characters",
+                remedy=f"give at most {MAX_WORD}, such as a digest",
+            )
         facts.append(fact)
     if len(facts) > MAX_FACTS:
         raise UsageError(f"a model of {len(facts)} facts", remedy=f"give at most {MAX_FACTS}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import cache, partial
-from typing import TYPE_CHECKING, ClassVar, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from msgspec.structs import replace
 
@@ -17,7 +17,7 @@ from pdstage.layout.states import canonical
 from pdstage.manager.calibration import costs
 from pdstage.manager.data_path import DataPath
 from pdstage.manager.driver import changes_rooms
-from pdstage.manager.handle import Handle, check_event
+from pdstage.manager.handle import CudaEvent, Handle, check_event
 from pdstage.manager.items import GivenItems, GivenTokens, check, rects_of
 from pdstage.manager.node import Node
 from pdstage.manager.options import MAX_PARTS, NodeOptions, check_path
@@ -25,7 +25,7 @@ from pdstage.manager.sessions import label
 from pdstage.manager.status import Status, with_rooms
 from pdstage.metadata import AuxRow
 from pdstage.plan.cost import CostModel
-from pdstage.protocol.destinations import GivenRow
+from pdstage.protocol.destinations import GivenRow, PrefillRoom
 from pdstage.protocol.messages import Welcome
 from pdstage.protocol.prefill import PrefillCore
 from pdstage.protocol.prefill_chunks import ChunkEffect, Gather
@@ -34,12 +34,8 @@ from pdstage.protocol.state import ChunkPhase
 from pdstage.transport import Done, Inbound, PostFailed, Traits
 
 if TYPE_CHECKING:
-    import os
-
     from pdstage.kernels import Pool
-    from pdstage.layout.topology import Topology
-    from pdstage.manager.handle import CudaEvent
-    from pdstage.protocol.destinations import PrefillRoom
+    from pdstage.layout.topology import Range, Topology
     from pdstage.protocol.session import Session
     from pdstage.stager import Copied
 
@@ -96,7 +92,7 @@ class Sender(Handle):
         items: GivenItems,
         tokens: GivenTokens = None,
         *,
-        layers: tuple[int, int] | None = None,
+        layers: Range | None = None,
         ready: CudaEvent | None = None,
     ) -> None:
         """More of the room: `tokens` (absolute, start and stop, by component) stored in `items`, of `layers` or of all.
@@ -220,7 +216,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
     `UsageError` or `TransportError`.
     """
 
-    role: ClassVar[str] = "prefill"
+    role = "prefill"
 
     def __init__(
         self,
@@ -231,7 +227,7 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
         directory: str | None = None,
         instance: str = "prefill",
         publish: bool = True,
-        calibration: str | os.PathLike[str] | None = None,
+        calibration: arguments.GivenPath | None = None,
         **options: Unpack[NodeOptions],
     ) -> None:
         n_buffers = arguments.integer("n_buffers", n_buffers, low=2, high=MAX_PARTS)  # so that no destination holds all
@@ -356,7 +352,11 @@ class PrefillNode(Node[PrefillCore, ChunkEffect, Sender]):
 
     def _on_transport(self, event: Done | PostFailed | Inbound, seen_at: float) -> None:
         if isinstance(event, Done) and (figures := event.figures):
-            self.core.counters.measured(figures.nbytes, figures.post_s, figures.write_s)
+            counters = self.core.counters
+            counters.posts_measured += 1
+            counters.posts_measured_bytes += figures.nbytes
+            counters.posts_measured_us += round(figures.post_s * 1e6)
+            counters.writes_measured_us += round(figures.write_s * 1e6)
         if not isinstance(event, Inbound) and (over := self.data_path.posts.ended(event)) is not None:
             ticket, error, settled = over
             if self.observed is not None:

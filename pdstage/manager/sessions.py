@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 from pdstage.control.address import is_at
 from pdstage.control.zmq import name_of
 from pdstage.errors import PdstageError
+from pdstage.layout.topology import Topology, places_of
 from pdstage.log_limit import LogLimit
 from pdstage.plan.token_slices import Pair
 
 if TYPE_CHECKING:
     from pdstage.kernels import Pool
-    from pdstage.layout.topology import Topology
     from pdstage.manager.data_path import InPlace
     from pdstage.manager.node import AnyNode
     from pdstage.protocol.session import Session
@@ -170,8 +170,7 @@ class Sessions:
 
 def place(topology: Topology) -> str:
     """A rank among its engine's, for people; a size of 1 goes without saying, but tp's."""
-    sizes = ((axis, getattr(topology, f"{axis}_size")) for axis in ("dp", "pp", "cp", "tp"))
-    said = (f"{axis} {getattr(topology, f'{axis}_rank')} of {size}" for axis, size in sizes if size > 1 or axis == "tp")
+    said = (f"{axis} {rank} of {size}" for axis, rank, size in places_of(topology) if size > 1 or axis == "tp")
     return ", ".join(said)
 
 

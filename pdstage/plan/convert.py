@@ -15,22 +15,18 @@ the conversion. A format that can be converted names its scales:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from pdstage.errors import UsageError
 from pdstage.layout import Key, Layout, View, with_views
 from pdstage.plan.ownership import Common
-from pdstage.plan.staging import TOKEN_MAJOR
+from pdstage.plan.staging import TOKEN_MAJOR, Select
 from pdstage.plan.token_slices import Cut
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from pdstage.plan.staging import Select
 
 BF16 = "bf16"
 E4M3 = "fp8_e4m3"

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pdstage.errors import UsageError
-from pdstage.layout import ALL_TOKENS, TokenShard
+from pdstage.layout import ALL_TOKENS, Layout, TokenShard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from numpy.typing import NDArray
 
-    from pdstage.layout import Layout
     from pdstage.plan.staging import Rect
 
 _MAX_GRAINS = 1 << 14

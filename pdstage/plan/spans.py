@@ -14,17 +14,15 @@ import numpy as np
 
 from pdstage import native
 from pdstage.errors import UsageError
-from pdstage.layout import mismatch
-from pdstage.plan.tables import ComponentArgs, Index, Row, Table, row_addresses
+from pdstage.layout import Layout, mismatch
+from pdstage.plan.tables import ComponentArgs, Index, Indexes, Int64s, Row, Table, row_addresses
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from pdstage.layout import Layout
     from pdstage.plan.staging import Select, Tokens
-    from pdstage.plan.tables import Int64s
 
 __all__ = ["DirectPlan", "Index", "Spans", "split"]
 
@@ -90,7 +88,7 @@ class DirectPlan:
                 "the two selections name different views or shard counts", remedy="select the same shards on both sides"
             )
         numbers: dict[tuple[int, int], int] = {}
-        pairs: list[_Pair] = []
+        pairs = []
         for chosen, src, dst in zip(src_chosen, self.src.rows, self.dst.rows, strict=True):
             views = src_views[chosen.key], dst_views[chosen.key]
             if problem := mismatch(*views):
@@ -104,14 +102,14 @@ class DirectPlan:
     def _compile(self) -> Any:  # noqa: ANN401  (an extension class)
         if native.ext is None:
             return None
-        how = np.array([(p.shards_first, p.allocation) for p in self._pairs], dtype=np.int64).reshape(-1, 2)
+        how = np.array([(p.shards_first, p.allocation) for p in self._pairs], np.int64).reshape(-1, 2)
         sides = [
             Table(table.names, table.sizes, tuple(getattr(p, side) for p in self._pairs)).arrays()
             for table, side in ((self.src, "src"), (self.dst, "dst"))
         ]
         return native.ext.DirectPlan(sides[0][0], sides[1][0], how, sides[0][1], sides[1][1])
 
-    def spans(self, tokens: Tokens, src_indexes: Mapping[str, Index], dst_indexes: Mapping[str, Index]) -> Spans:
+    def spans(self, tokens: Tokens, src_indexes: Indexes, dst_indexes: Indexes) -> Spans:
         """Descriptors for `tokens`, with absolute addresses, joined where both sides are contiguous.
 
         No descriptor crosses a region's end. Raises `UsageError` for an index that does not cover `tokens`, or names an

@@ -11,24 +11,22 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from pdstage.errors import UsageError
 from pdstage.layout import ALL_TOKENS, Key, Layout, TokenShard, View
-from pdstage.layout.topology import Axis, shard_axis, shard_range
+from pdstage.layout.topology import Axis, Range, Tp, shard_axis, shard_range
 from pdstage.plan.ownership import CommonTokens
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
 
 VIEW_ALIGNMENT = 128
 TOKEN_MAJOR = "token"
 HEAD_MAJOR = "head"
 
-Tokens: TypeAlias = "Mapping[str, tuple[int, int]]"
+Tokens: TypeAlias = "Mapping[str, Range]"
 
 
 def _replicas(total: int, tp: int, shard: int) -> range:
@@ -60,7 +58,11 @@ class Share(NamedTuple):
     count: int  # type: ignore[assignment]  # the field's name, over tuple.count
 
 
-def shares(writers: Mapping[int, Layout], dst: Layout, dst_tp: tuple[int, int]) -> dict[int, tuple[Share, ...]]:
+Shares: TypeAlias = tuple[Share, ...]
+"""Of one writer."""
+
+
+def shares(writers: Mapping[int, Layout], dst: Layout, dst_tp: Tp) -> dict[int, Shares]:
     """Assigns every (view, shard) of `dst` to exactly one writer, or to one per part of the tokens (`TokenShard`).
 
     `writers` maps a writer's number to its layout; `dst_tp` is the destination's (size, rank). A view that the
@@ -71,12 +73,12 @@ def shares(writers: Mapping[int, Layout], dst: Layout, dst_tp: tuple[int, int]) 
     tokens gets nothing. Raises `UsageError` naming the first shard, or part of the tokens, that no writer holds.
     `layout.mismatch` checks that bytes mean the same.
     """
-    holders: dict[Key, list[_Holder]] = defaultdict(list)
+    holders = defaultdict(list)
     for number, layout in sorted(writers.items()):
         for component in layout.components:
             for view in component.views:
                 holders[view.key].append(_Holder(number, view.axis, component.owned))
-    runs: dict[tuple[int, str, str, int, int], list[int]] = defaultdict(list)
+    runs = defaultdict(list)
     turns = {name: {layer: turn for turn, layer in enumerate(layers)} for name, layers in dst.layers.items()}
     owned = {component.name: component.owned for component in dst.components}
     for view in dst.views():
@@ -97,9 +99,7 @@ class _Holder(NamedTuple):
     owned: TokenShard
 
 
-def _deal(
-    view: View, wanted: TokenShard, holders: list[_Holder], dst_tp: tuple[int, int], turn: int
-) -> list[tuple[int, int, int]]:
+def _deal(view: View, wanted: TokenShard, holders: list[_Holder], dst_tp: Tp, turn: int) -> list[tuple[int, int, int]]:
     """(writer, first shard, count) runs that cover the shards of destination view `view`, for each part of the tokens
     `wanted`.
     """
@@ -108,7 +108,7 @@ def _deal(
     regular = axis == shard_axis(axis.name, axis.total, tp, rank)
     dealt: dict[TokenShard, list[tuple[int, int, int]]] = defaultdict(list)
     for shard in range(axis.first, axis.first + axis.count):
-        held: dict[TokenShard, list[int]] = defaultdict(list)
+        held = defaultdict(list)
         for number, theirs, owned in holders:
             if theirs.first <= shard < theirs.first + theirs.count:
                 held[owned].append(number)
@@ -154,7 +154,7 @@ def token_parts(held: tuple[TokenShard, ...], wanted: TokenShard, component: str
 
 def _progressions(layers: list[int]) -> list[tuple[int, int, int]]:
     """Ascending layers as the fewest `(start, stop, step)` runs."""
-    runs: list[tuple[int, int, int]] = []
+    runs = []
     at = 0
     while at < len(layers):
         step = layers[at + 1] - layers[at] if at + 1 < len(layers) else 1
@@ -184,6 +184,9 @@ class Rect(NamedTuple):
             and self.layer_start < other.layer_stop
             and other.layer_start < self.layer_stop
         )
+
+
+Rects: TypeAlias = tuple[Rect, ...]
 
 
 class Select(NamedTuple):
@@ -291,7 +294,7 @@ class Stagings:
         """These, if they are of `layout`; else new ones."""
         return self if layout is self._layout else Stagings(layout)
 
-    def of(self, owned: tuple[Share, ...], rects: tuple[Rect, ...]) -> Staging:
+    def of(self, owned: Shares, rects: Rects) -> Staging:
         key = (owned, *map(layers_of, rects))
         staging = self._made.get(key)
         if staging is None:
@@ -305,7 +308,7 @@ layers_of = attrgetter("component", "layer_start", "layer_stop")
 """The layer range of a rectangle: plans are made once for each of a chunk's, whatever the tokens."""
 
 
-def tokens_of(rects: Iterable[Rect]) -> dict[str, tuple[int, int]]:
+def tokens_of(rects: Iterable[Rect]) -> dict[str, Range]:
     """The token ranges of a chunk by component, as `Staging` and the kernels take them."""
     return {rect.component: (rect.start, rect.stop) for rect in rects}
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from pdstage import native
 from pdstage.errors import UsageError
-from pdstage.plan.staging import Staging
+from pdstage.plan.staging import Select, Staging, Tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -26,10 +26,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pdstage.layout import Key, Layout, View
-    from pdstage.plan.staging import Select, Tokens
 
-    Int64s: TypeAlias = NDArray[np.int64]
-
+Int64s: TypeAlias = "NDArray[np.int64]"
 
 # As dtypes, not types: comparing an array's dtype with a type creates a new dtype each time.
 _INDEXES = (np.dtype(np.int32), np.dtype(np.int64))
@@ -59,6 +57,9 @@ class Index(NamedTuple):
                 remedy="give one contiguous list of int32 or int64",
             )
         return cls(address_of(items), items.itemsize * 8, items.size, first_token, items)
+
+
+Indexes: TypeAlias = "Mapping[str, Index]"
 
 
 def address_of(items: NDArray[Any]) -> int:
@@ -145,10 +146,10 @@ class Table:
 
     def arrays(self) -> tuple[Int64s, Int64s]:
         """Rows and sizes in the form of the native code."""
-        rows = np.array(self.rows, dtype=np.int64).reshape(-1, len(Row._fields))
-        return rows, np.array(self.sizes, dtype=np.int64).reshape(-1, len(Size._fields))
+        rows = np.array(self.rows, np.int64).reshape(-1, len(Row._fields))
+        return rows, np.array(self.sizes, np.int64).reshape(-1, len(Size._fields))
 
-    def parts(self, indexes: Mapping[str, Index], tokens: Tokens) -> list[ComponentArgs]:
+    def parts(self, indexes: Indexes, tokens: Tokens) -> list[ComponentArgs]:
         """One part per component, in the order of `names`. A component without tokens needs no index."""
         parts = []
         for name in self.names:

@@ -16,6 +16,7 @@ class. Staged order, keys and checksums do not change.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
@@ -27,17 +28,14 @@ from pdstage.errors import UsageError
 from pdstage.layout import ALL_TOKENS, Component, Key, Layout, View
 from pdstage.plan.ownership import Common, CommonTokens
 from pdstage.plan.spans import DirectPlan, Spans
-from pdstage.plan.staging import Select, order_of
-from pdstage.plan.tables import Index, integers
+from pdstage.plan.staging import Select, Tokens, order_of
+from pdstage.plan.tables import Index, Indexes, Int64s, integers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from pdstage.layout import TokenShard
-    from pdstage.plan.staging import Tokens
-    from pdstage.plan.tables import Int64s
 
 MAX_ITEMS = 1 << 31
 """Of a view, since a room names its items by 32-bit numbers."""
@@ -164,7 +162,7 @@ class Cut:
         self._pieces: dict[str, _Pieces] = {}
         self._classes: dict[Key, int] = {}
         self._views: dict[Key, View] = {}
-        keys: list[tuple[str, TokenShard | CommonTokens]] = []
+        keys = []
         for component in layout.components:
             numbers = common.numbers(component.name)
             if numbers.whole or not numbers.per_period:
@@ -185,9 +183,9 @@ class Cut:
         by_class: list[list[Component]] = [[] for _ in range(n)]
         for whole in self._layout.components:
             owned = whole.owned if whole.name not in self._pieces else ALL_TOKENS
-            views: dict[int, list[View]] = {}
+            views = defaultdict(list)
             for view in whole.views:
-                views.setdefault(self.class_of(view.key), []).append(self._views.get(view.key, view))
+                views[self.class_of(view.key)].append(self._views.get(view.key, view))
             for number, some in views.items():
                 by_class[number].append(replace(whole, views=tuple(some), owned=owned))
         return tuple(Layout(self._layout.regions, tuple(components)) for components in by_class)
@@ -206,7 +204,7 @@ class Cut:
             return [(0, list(select))]
         return [(number, list(run)) for number, run in groupby(select, lambda s: self.class_of(s.key))]
 
-    def indexes(self, items: Mapping[str, Index], tokens: Tokens) -> _Indexes:
+    def indexes(self, items: Indexes, tokens: Tokens) -> _Indexes:
         """Item lists for one chunk's token ranges, from lists of whole pages; all in host memory."""
         return _Indexes(self._pieces, items, tokens)
 
@@ -214,17 +212,17 @@ class Cut:
 class _Indexes:
     """The item lists of one chunk, by class; pages are looked up once for all classes."""
 
-    def __init__(self, pieces: Mapping[str, _Pieces], items: Mapping[str, Index], tokens: Tokens) -> None:
+    def __init__(self, pieces: Mapping[str, _Pieces], items: Indexes, tokens: Tokens) -> None:
         self._pieces = pieces
         self._items = items
         self._found: dict[str, tuple[Int64s, Int64s, int]] = {}
-        self._lists: dict[int, Mapping[str, Index]] = {}
+        self._lists: dict[int, Indexes] = {}
         for name, (start, stop) in tokens.items():
             if name in pieces and name in items and start < stop:
                 own, first = pieces[name].find(start, stop)
                 self._found[name] = *pieces[name].place(own, items[name], name), first
 
-    def of(self, number: int) -> Mapping[str, Index]:
+    def of(self, number: int) -> Indexes:
         """The item lists for the views of class `number`."""
         if not self._found:
             return self._items
@@ -232,7 +230,7 @@ class _Indexes:
             self._lists[number] = self._of(number)
         return self._lists[number]
 
-    def _of(self, number: int) -> Mapping[str, Index]:
+    def _of(self, number: int) -> Indexes:
         lists = dict(self._items)
         for name, (page, piece, first) in self._found.items():
             pieces = self._pieces[name]
@@ -275,7 +273,7 @@ class DirectPlans:
             for (i, j), (ours, theirs) in by_classes(src, src_select, dst, dst_select).items()
         ]
 
-    def spans(self, tokens: Tokens, src_items: Mapping[str, Index], dst_items: Mapping[str, Index]) -> Spans:
+    def spans(self, tokens: Tokens, src_items: Indexes, dst_items: Indexes) -> Spans:
         """`DirectPlan.spans` for items that are whole pages."""
         ours, theirs = self._src.indexes(src_items, tokens), self._dst.indexes(dst_items, tokens)
         found = [plan.spans(tokens, ours.of(i), theirs.of(j)) for i, j, plan in self._plans]

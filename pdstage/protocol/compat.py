@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from pdstage.layout.topology import Topology
-    from pdstage.plan import Share
+    from pdstage.plan import Shares
     from pdstage.protocol import messages as m
     from pdstage.protocol.session import Endpoint, Session
 
@@ -184,7 +184,7 @@ def open_problems(opened: m.Open, session: Session) -> Iterator[str]:
             yield problem
 
 
-def _shares_problem(layouts: tuple[Layout, ...], owned: tuple[Share, ...]) -> str:
+def _shares_problem(layouts: tuple[Layout, ...], owned: Shares) -> str:
     """Each of `layouts` must hold the shards of every share, and no two shares be of one."""
     held_by_each = [layout.by_key() for layout in layouts]
     taken: dict[Key, list[range]] = {}

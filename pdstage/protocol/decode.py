@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pdstage.errors import Aborted, DeadlineExceeded, PdstageError, PeerError, UsageError
 from pdstage.layout import merged
-from pdstage.plan import Share, shares
+from pdstage.plan import Shares, shares
 from pdstage.protocol import messages as m
 from pdstage.protocol import wire
 from pdstage.protocol.compat import Slots, lacking
@@ -360,7 +360,7 @@ class DecodeCore:
         else:  # most engines bind at once, and then there is nothing to ask
             self.endpoint.repeat(self.ask, room)
 
-    def _dealt(self, sessions: tuple[tuple[int, Session], ...]) -> dict[int, tuple[Share, ...]]:
+    def _dealt(self, sessions: tuple[tuple[int, Session], ...]) -> dict[int, Shares]:
         layouts = {number: session.staged.offered for number, session in sessions}
         wanted = merged(self.layout, (session.staged.taken for _, session in sessions))
         problem = lacking("prefill", layouts.values(), (wanted,))

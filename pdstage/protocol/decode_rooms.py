@@ -10,7 +10,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pdstage.plan import Rect, Share
+from pdstage.plan import Rect, Rects, Share, Shares
 from pdstage.plan.ownership import EVERYTHING, Common, CommonTokens
 from pdstage.protocol.room import Room
 from pdstage.protocol.state import WriterPhase
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from pdstage.columns import Shared
+    from pdstage.layout.topology import Range
     from pdstage.protocol import messages as m
     from pdstage.protocol.session import Session
 
@@ -51,11 +52,11 @@ class _Need:
     """Where each band begins, as a place in `layers`, and where the last ends."""
     bands: list[Intervals]
 
-    def numbered(self, start: int, stop: int) -> tuple[int, int]:
+    def numbered(self, start: int, stop: int) -> Range:
         numbers = self.numbers
         return (start, stop) if numbers.whole else (numbers.count(start), numbers.count(stop))
 
-    def span(self, rect: Rect) -> tuple[int, int]:
+    def span(self, rect: Rect) -> Range:
         """The owned layers of `rect`, as places in `layers`."""
         return bisect_left(self.layers, rect.layer_start), bisect_left(self.layers, rect.layer_stop)
 
@@ -106,7 +107,7 @@ class Coverage:
         self._uncounted = self._needs.keys() & exact
         self._complete = False
 
-    def whole(self) -> tuple[Rect, ...]:
+    def whole(self) -> Rects:
         """All that is owed, as one chunk."""
         return tuple(
             Rect(component, need.start, need.stop, need.layers[0], need.layers[-1] + 1)
@@ -171,7 +172,7 @@ class Writer:
     room: DecodeRoom
     number: int
     session: Session
-    shares: tuple[Share, ...]
+    shares: Shares
     phase: WriterPhase = WriterPhase.UNOPENED
     coverage: Coverage = field(init=False)
     """Once its room is bound."""
@@ -196,7 +197,7 @@ class Writer:
         """Whether it is asked if its room is finished."""
         return self.has_aux and not self.room.ready_to_bind
 
-    def staged_nbytes(self, rects: tuple[Rect, ...]) -> int:
+    def staged_nbytes(self, rects: Rects) -> int:
         """What a chunk of `rects` has in staging memory; 0 for none that could be one."""
         if len({rect.component for rect in rects}) != len(rects) or not rects:
             return 0

@@ -17,7 +17,8 @@ from pdstage.protocol.state import ChunkPhase, DestinationPhase
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from pdstage.plan import Rect, Share, Staging
+    from pdstage.layout.topology import Range
+    from pdstage.plan import Rect, Rects, Shares, Staging
     from pdstage.protocol.session import Session
 
 LEAST_PIECE_NBYTES = 4 << 20
@@ -28,7 +29,7 @@ LEAST_PIECE_NBYTES = 4 << 20
 class SubmittedChunk:
     """One chunk as the engine gave it: rectangles, its items (opaque here), and whether its data exists yet."""
 
-    rects: tuple[Rect, ...]
+    rects: Rects
     items: Mapping[str, Any]
     ready: bool
     chunks: list[Chunk] = field(default_factory=list)
@@ -42,7 +43,7 @@ class Chunk:
     destination: Destination
     number: int
     source: SubmittedChunk
-    rects: tuple[Rect, ...]
+    rects: Rects
     nbytes: int
     phase: ChunkPhase = ChunkPhase.RESERVING
     direct: bool = False
@@ -59,7 +60,7 @@ class Chunk:
     """Set by the driver: it is gathered straight into its lease, so that only its tag is left to be sent."""
 
     @property
-    def tokens(self) -> dict[str, tuple[int, int]]:
+    def tokens(self) -> dict[str, Range]:
         """The token ranges to stage: the numbers of those that both ranks hold."""
         return self.destination.session.common.tokens(self.rects)
 
@@ -92,8 +93,8 @@ class Destination:
     epoch: int = field(init=False)
     advances: dict[int, Lease | None] = field(init=False)
     """Leases of chunks that do not exist yet, by their numbers; None: it was recalled."""
-    shares: tuple[Share, ...] = field(init=False)
-    asked: dict[str, tuple[int, int]] = field(init=False)
+    shares: Shares = field(init=False)
+    asked: dict[str, Range] = field(init=False)
     _exposed: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -144,7 +145,7 @@ class PrefillRoom(Room):
         return 0 < self.n_destinations <= len(self.destinations)
 
 
-def clip(rects: tuple[Rect, ...], destination: Destination) -> tuple[Rect, ...]:
+def clip(rects: Rects, destination: Destination) -> Rects:
     """The part of `rects` that `destination` asked for, owns and holds tokens of; may be empty."""
     kept, common, stagings = [], destination.session.common, destination.session.stagings
     for rect in rects:
@@ -158,13 +159,13 @@ def clip(rects: tuple[Rect, ...], destination: Destination) -> tuple[Rect, ...]:
     return tuple(kept)
 
 
-PieceLength: TypeAlias = "Callable[[Destination, tuple[Rect, ...], int], int]"
+PieceLength: TypeAlias = "Callable[[Destination, Rects, int], int]"
 """How long the chunks are to be into which rectangles of so many bytes for a destination are split."""
 
 
 def split(
-    rects: tuple[Rect, ...], destination: Destination, limit: int, piece: PieceLength | None = None
-) -> Iterator[tuple[tuple[Rect, ...], int]]:
+    rects: Rects, destination: Destination, limit: int, piece: PieceLength | None = None
+) -> Iterator[tuple[Rects, int]]:
     """`rects` in order as chunks of at most `limit` staged bytes: by component, then by tokens, then by layers. Each
     with its staged bytes. `piece` may say a smaller limit for more than `LEAST_PIECE_NBYTES`.
 

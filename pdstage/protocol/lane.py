@@ -33,7 +33,8 @@ from pdstage.protocol.state import LEASE, LeaseEvent, LeasePhase
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pdstage.plan import Rect
+    from pdstage.layout.topology import Range
+    from pdstage.plan import Rects
     from pdstage.protocol.session import Session
 
 ALIGNMENT = 256
@@ -53,7 +54,7 @@ class Lease:
     chunk: int
     attempt: int
     nbytes: int
-    rects: tuple[Rect, ...]
+    rects: Rects
     """None of a lease in advance whose tag has not come."""
     priority: int
     lane: int = 0
@@ -85,7 +86,7 @@ class Lane:
         """When the watermark last rose, or the lane was idle."""
         self._ahead: OrderedDict[int, Lease] = OrderedDict()  # unreleased, from the watermark on; cursors rise
         self._passed: dict[int, Lease] = {}  # quarantined and passed by the watermark
-        self._gaps: list[tuple[int, int]] | None = [(0, capacity)]  # of `_find_gaps`; None once outdated
+        self._gaps: list[Range] | None = [(0, capacity)]  # of `_find_gaps`; None once outdated
 
     @property
     def idle(self) -> bool:
@@ -159,7 +160,7 @@ class Lane:
     def at(self, cursor: int) -> Lease | None:
         return self._ahead.get(cursor) or self._passed.get(cursor)
 
-    def _find_gaps(self) -> list[tuple[int, int]]:
+    def _find_gaps(self) -> list[Range]:
         """The spans of the lane's memory that are not carved out, ascending.
 
         Computed on demand, since many leases are quarantined at once. Quarantined spans may overlap, one lap apart.

@@ -192,7 +192,7 @@ class Leases:
         the least loaded; and whether its session's share forbids one.
         """
         others = self._others_wait(request.session)
-        places: list[tuple[bool, int, int, int]] = []
+        places = []
         limited = False
         for number, lane in among:
             cursor = lane.place(request.nbytes)

@@ -38,7 +38,7 @@ from pdstage.protocol.state import DESTINATION, ChunkPhase, DestinationEvent, De
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from pdstage.plan import Rect
+    from pdstage.plan import Rects
     from pdstage.protocol.config import Config
 
 PrefillEffect: TypeAlias = CoreEffect | ChunkEffect
@@ -151,9 +151,7 @@ class PrefillCore:
         self.settle()
         return room
 
-    def chunk(
-        self, room: PrefillRoom, rects: tuple[Rect, ...], items: Mapping[str, Any], *, ready: bool = True
-    ) -> SubmittedChunk:
+    def chunk(self, room: PrefillRoom, rects: Rects, items: Mapping[str, Any], *, ready: bool = True) -> SubmittedChunk:
         """More of the room: `rects` stored in `items`, with its data there or (not `ready`) still being computed.
 
         An empty one of a component without positions says that there are none of its slots. The caller has checked
@@ -175,8 +173,11 @@ class PrefillCore:
             twice = next((r for source in room.sources for r in source.rects if r.overlaps(rect, row)), None)
             if twice is not None:
                 whole = f", in chunks that begin at multiples of the {row} tokens that a row covers" if row > 1 else ""
-                what = f"room {room.id!r} got {rect} after {twice}"
-                raise UsageError(what, remedy=f"give each token of a layer once{whole}", room=room.id)
+                raise UsageError(
+                    f"room {room.id!r} got {rect} after {twice}",
+                    remedy=f"give each token of a layer once{whole}",
+                    room=room.id,
+                )
         for rect in rects:
             if rect.component in self.slots.components:
                 room.slots[rect.component] = max(room.slots.get(rect.component, 0), rect.stop)

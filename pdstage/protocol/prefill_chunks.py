@@ -29,7 +29,7 @@ from pdstage.protocol.state import CHUNK, ChunkEvent, ChunkPhase, DestinationPha
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdstage.plan import Rect
+    from pdstage.plan import Rects
     from pdstage.protocol.prefill import PrefillCore
     from pdstage.protocol.session import Session
 
@@ -178,8 +178,9 @@ class ChunkSender:
             if chunk.phase is ChunkPhase.RESERVING:
                 nbytes = session.lanes[lease.lane].nbytes
                 if lease.nbytes < chunk.nbytes or lease.cursor % nbytes + chunk.nbytes > nbytes:
-                    what = f"a lease of {lease.nbytes} bytes at {lease.cursor} for {chunk.nbytes}"
-                    raise PeerError(what, remedy="check the peer")
+                    raise PeerError(
+                        f"a lease of {lease.nbytes} bytes at {lease.cursor} for {chunk.nbytes}", remedy="check the peer"
+                    )
                 chunk.lane, chunk.cursor = lease.lane, lease.cursor
                 CHUNK.move(chunk, ChunkEvent.LEASED)
                 self._hold(chunk)
@@ -275,9 +276,7 @@ class ChunkSender:
         for rects, nbytes in split(clip(source.rects, destination), destination, limit, self._piece):
             self._add_piece(destination, source, rects, nbytes)
 
-    def _add_piece(
-        self, destination: Destination, source: SubmittedChunk, rects: tuple[Rect, ...], nbytes: int
-    ) -> None:
+    def _add_piece(self, destination: Destination, source: SubmittedChunk, rects: Rects, nbytes: int) -> None:
         if destination.phase is not DestinationPhase.LIVE:  # the piece before failed the room
             return
         chunk = Chunk(destination, len(destination.chunks), source, rects, nbytes)

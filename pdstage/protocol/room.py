@@ -13,7 +13,7 @@ from pdstage.protocol.messages import MAX_ROOM_NBYTES, RowSpan
 from pdstage.protocol.state import ROOM, RoomEvent, State
 
 if TYPE_CHECKING:
-    from pdstage.columns import Placed
+    from pdstage.columns import Places
 
 RoomId: TypeAlias = int | str | bytes
 """A room as its engine names it."""
@@ -65,7 +65,7 @@ class OwnRows(NamedTuple):
     message); and where they lie, if so and if it can reach them.
     """
 
-    columns: tuple[Placed, ...] = ()
+    columns: Places = ()
     wanted: bool = False
     span: RowSpan | None = None
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from pdstage.columns import Shared
     from pdstage.layout import Layout
     from pdstage.layout.topology import Topology
-    from pdstage.plan import Share, Stagings
+    from pdstage.plan import Shares, Stagings
     from pdstage.plan.convert import StagedPair
     from pdstage.plan.ownership import Common
     from pdstage.protocol.config import Config
@@ -123,7 +123,7 @@ class Session:
     """At prefill: by lane, held chunks whose window is closed."""
     parked_nbytes: int = 0
     """At prefill: of its Opens of rooms that are not here yet."""
-    shares: set[tuple[Share, ...]] = field(default_factory=set)
+    shares: set[Shares] = field(default_factory=set)
     """What its rooms ask for, each checked once."""
     n_byes: int = 0
     said_bye: bool = False
@@ -306,8 +306,9 @@ class Endpoint:
                 session.used_at = self.now
         handler = self.handlers.get(type(message))
         if handler is None:
-            what = f"{type(message).__name__} sent to a {self.owner.role} node"
-            raise PeerError(what, remedy="check the peer's role")
+            raise PeerError(
+                f"{type(message).__name__} sent to a {self.owner.role} node", remedy="check the peer's role"
+            )
         if session.half_open and not isinstance(message, NoSession):  # decode has heard Welcome
             self.owner.handshake.confirm(session)  # type: ignore[union-attr]
         if isinstance(message, OfEpoch):

@@ -13,7 +13,7 @@ from typing import NamedTuple, get_args
 import msgspec
 
 from pdstage.errors import PeerError
-from pdstage.plan import Rect
+from pdstage.plan import Rect, Rects
 from pdstage.protocol.messages import (
     MAX_RECTS,
     AnyMessage,
@@ -124,8 +124,10 @@ def decode_body(frame: bytes | memoryview) -> AnyMessage:
     except (msgspec.MsgspecError, RecursionError) as error:
         kind = _kind(frame)
         if kind >= 0 and kind not in _KINDS:
-            what = f"control message number {kind} of wire version {VERSION}, which this node does not know"
-            raise UnknownMessage(what, remedy="the greeting did not offer it: check the peer's version") from error
+            raise UnknownMessage(
+                f"control message number {kind} of wire version {VERSION}, which this node does not know",
+                remedy="the greeting did not offer it: check the peer's version",
+            ) from error
         raise PeerError(
             f"a control message that does not decode: {error}", remedy="check the peer's version"
         ) from error
@@ -144,7 +146,7 @@ class Tag(NamedTuple):
     chunk: int
     lane: int
     cursor: int
-    rects: tuple[Rect, ...]
+    rects: Rects
     checksum: int = 0
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import secrets
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from pdstage.errors import UsageError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def as_json(result: object) -> str:

@@ -21,20 +21,16 @@ from __future__ import annotations
 import inspect
 import logging
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib import import_module
-from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, cast
+from importlib.metadata import EntryPoint, entry_points
+from typing import cast
 
 from pdstage.errors import PdstageError, UsageError
 from pdstage.plan.spans import Spans
 from pdstage.transport._auto import AutoTransport
 from pdstage.transport._backend import Backend, Description, Link, Post
 from pdstage.transport.base import Done, Event, Figures, Inbound, Mapped, PostFailed, Traits, Transport
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-    from importlib.metadata import EntryPoint
 
 __all__ = [
     "Backend",
@@ -193,7 +189,7 @@ def _importable() -> list[tuple[str, type[Transport]]]:
 
 def _auto(host: str = "") -> Transport:
     """The transports that "auto" may choose, as one transport. Those that do not start are left out."""
-    ways: list[Transport] = []
+    ways = []
     for name, kind in _importable():
         if kind.preference < 1:
             break

@@ -20,6 +20,7 @@ from pdstage.errors import PeerError, TransportError
 from pdstage.transport.base import (
     Event,
     Inbound,
+    Mapped,
     Ranges,
     Traits,
     Transport,
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
     from pdstage.layout import Region
     from pdstage.plan.spans import Spans
-    from pdstage.transport.base import Mapped
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class AutoTransport(Transport):
         check_kinds(regions, self.traits)
         own = self._own.with_regions(regions)
         new = [region for region in own.regions if region not in self._own.regions]
-        done: list[Transport] = []
+        done = []
         try:
             for way in self._ways.values():
                 way.register(_movable(way, new))
@@ -103,7 +103,7 @@ class AutoTransport(Transport):
         if before is not None and before in ways:
             ways = [before, *(way for way in ways if way is not before)]
         kinds = {region.kind for region in (*regions, *self._own.regions)} if regions is not None else set()
-        refused: list[PeerError] = []
+        refused = []
         for way in ways:
             name = way.traits.name
             if unmoved := kinds - way.traits.kinds:
@@ -139,7 +139,7 @@ class AutoTransport(Transport):
 
     def identify(self, peer: str, description: bytes) -> None:
         offers = self._read(peer, description)
-        refused: list[PeerError] = []
+        refused = []
         ways = self._common(offers)
         for way in ways:
             try:

@@ -18,9 +18,10 @@ from msgspec import Meta
 
 from pdstage.errors import PdstageError, PeerError, TransportError, UsageError
 from pdstage.layout import Region
-from pdstage.transport._peer import Here, Met, Process, Target, under_mps
+from pdstage.transport._peer import Here, Identity, Met, Process, Target, under_mps
 from pdstage.transport.base import (
     Event,
+    Place,
     Ranges,
     Transport,
     check_kinds,
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from pdstage.plan.spans import Spans
-    from pdstage.transport._peer import Identity
-    from pdstage.transport.base import Place
 
 _environment = threading.Lock()
 
@@ -223,7 +222,7 @@ class Backend(Transport, Generic[AnyLink, AnyDescription]):
         self.check_open()
         check_kinds(regions, self.traits)
         own = self.own.with_regions(regions)
-        done: list[Region] = []
+        done = []
         try:
             for region in own.regions:
                 if region not in self.own.regions:

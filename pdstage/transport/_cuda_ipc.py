@@ -39,16 +39,14 @@ from msgspec import Meta
 from pdstage import environment
 from pdstage.errors import TransportError, UsageError
 from pdstage.kernels import driver, virtual_memory
-from pdstage.kernels.virtual_memory import DESCRIPTOR, FABRIC
-from pdstage.plan.spans import split
+from pdstage.kernels.virtual_memory import DESCRIPTOR, FABRIC, Calls
+from pdstage.plan.spans import Spans, split
 from pdstage.transport._peer import under_mps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdstage.kernels.driver import Cuda as Library
-    from pdstage.kernels.virtual_memory import Calls
-    from pdstage.plan.spans import Spans
 
 log = logging.getLogger(__name__)
 
@@ -142,8 +140,7 @@ class Cuda:
             try:
                 handle = self.driver.ipc_handle(start)
             except driver.DriverError as error:
-                what = f"device memory at {base:#x} cannot be exported: {error}"
-                raise UsageError(what, remedy=_REMEDY) from error
+                raise UsageError(f"device memory at {base:#x} cannot be exported: {error}", remedy=_REMEDY) from error
         return Export(handle, uuid, start, [whole])
 
     def ordinal(self, uuid: bytes) -> int | None:
@@ -173,8 +170,10 @@ class Cuda:
                     with self.on(device):
                         opened = self._map_segments(export, device, fetch) if export.handles else self._map(export)
                 except driver.DriverError as error:
-                    remedy = "see cuda.h; fabric handles need one IMEX channel for both processes"
-                    raise TransportError(f"the driver does not map it: {error.what}", remedy=remedy) from error
+                    raise TransportError(
+                        f"the driver does not map it: {error.what}",
+                        remedy="see cuda.h; fabric handles need one IMEX channel for both processes",
+                    ) from error
                 self._open[key] = opened
             opened.n_users += 1
         return Mapping(opened.address, partial(self._give_back, device, key))
@@ -286,9 +285,10 @@ def _export_segments(library: Library, calls: Calls, uuid: bytes, base: int, nby
     except driver.DriverError as error:
         made.close()
         which = f"allocation {len(made.handles) + 1} of {len(found)} of device memory at {base:#x}"
-        what = f"{which} cannot be exported: {error.what}"
         raise UsageError(
-            what, remedy=f"allow a descriptor for each (ulimit -n), or {_REMEDY_OF_SEGMENTS}", base=base
+            f"{which} cannot be exported: {error.what}",
+            remedy=f"allow a descriptor for each (ulimit -n), or {_REMEDY_OF_SEGMENTS}",
+            base=base,
         ) from error
     return made
 

@@ -19,14 +19,13 @@ from msgspec import Meta
 from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.kernels.driver import DriverError
 from pdstage.layout import Region
-from pdstage.transport._cuda_ipc import Export  # noqa: TC001  (msgspec resolves it at run time)
+from pdstage.transport._cuda_ipc import Cuda, Export, Mapping  # noqa: TC001  (msgspec resolves it at run time)
 from pdstage.transport.base import Mapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdstage.plan.spans import Spans
-    from pdstage.transport._cuda_ipc import Cuda, Mapping
     from pdstage.transport.base import Ints
 
 log = logging.getLogger(__name__)

@@ -9,15 +9,13 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import psutil
 
 from pdstage.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _SYS, _DEV = Path("/sys"), Path("/dev")
 
@@ -73,8 +71,11 @@ def device_ports(devices: Sequence[str]) -> list[str]:
         usable = [port.name for port in ports if port.active] if ports else [device] * _is_up(device)
         if not usable:
             states = ", ".join(map(str, ports)) or f"{device} is not up"
-            remedy = "bring its link up (`ibstat`, `ip link`), or name another: `pdstage doctor --only network`"
-            raise UsageError(f"network device {device!r} is down: {states}", remedy=remedy, field="devices")
+            raise UsageError(
+                f"network device {device!r} is down: {states}",
+                remedy="bring its link up (`ibstat`, `ip link`), or name another: `pdstage doctor --only network`",
+                field="devices",
+            )
         found += usable
     return found
 

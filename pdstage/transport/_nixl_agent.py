@@ -88,7 +88,7 @@ def start(  # one keyword per choice that NIXL or UCX leaves to its user
         names = devices_at(host)
     # UCX reads its environment as it starts. NIXL 1.5.1 passes it one plain device, or several RDMA devices at their
     # first port, silently ignores its own documented `ucx_devices`, and passes nothing about UCX's use of TCP.
-    choices: dict[str, str | None] = {_TCP_GIVES_UP: os.environ.get(_TCP_GIVES_UP, _GIVES_UP_AFTER)}
+    choices = {_TCP_GIVES_UP: os.environ.get(_TCP_GIVES_UP, _GIVES_UP_AFTER)}
     if names:
         choices[_NET_DEVICES] = ",".join(names)
     with environment_of(choices):

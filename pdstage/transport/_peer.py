@@ -212,8 +212,12 @@ class Process(Target):
         code = ctypes.get_errno()
         if self.gone():
             raise self._gone()
-        what = f"taking over descriptor {number} of process {self.pid} of peer {self._peer!r}"
-        raise self._failed(what, code, "pidfd_getfd", "reconnect with new descriptions of both sides")
+        raise self._failed(
+            f"taking over descriptor {number} of process {self.pid} of peer {self._peer!r}",
+            code,
+            "pidfd_getfd",
+            "reconnect with new descriptions of both sides",
+        )
 
     def _gone(self) -> TransportError:
         return TransportError(
@@ -224,8 +228,9 @@ class Process(Target):
 
     def _reason(self, code: int) -> TransportError:
         what = f"writing to process {self.pid} of peer {self._peer!r}"
-        remedy = "the peer freed memory before its sessions were quiet; fail its rooms"
-        return self._failed(what, code, "process_vm_writev", remedy)
+        return self._failed(
+            what, code, "process_vm_writev", "the peer freed memory before its sessions were quiet; fail its rooms"
+        )
 
     def _failed(self, what: str, code: int, call: str, remedy: str) -> TransportError:
         if code == errno.EPERM:
@@ -239,8 +244,7 @@ class Process(Target):
         elif code == errno.EMFILE:
             remedy = "let this process open more files (ulimit -n)"
         name = errno.errorcode.get(code, str(code))
-        what = f"{what}: {os.strerror(code)} ({name})"
-        return TransportError(what, remedy=remedy, pid=self.pid, errno=code)
+        return TransportError(f"{what}: {os.strerror(code)} ({name})", remedy=remedy, pid=self.pid, errno=code)
 
 
 class Here(Target):

@@ -20,12 +20,10 @@ import sys
 import termios
 import time
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from typing import NamedTuple
 
 _TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
 _SO_PEERNAME = 28  # Linux's; Python names it nowhere

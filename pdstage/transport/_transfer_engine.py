@@ -20,16 +20,14 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pdstage.errors import TransportError, UsageError
 from pdstage.transport._backend import environment_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # read at load time; each start would log a dozen lines
 try:
@@ -84,8 +82,11 @@ class Engine:
         with environment_of(unset | dict.fromkeys(PROTOCOLS[protocol], "1")):
             code = self.raw.initialize(host, "P2PHANDSHAKE", protocol, devices)
         if code:
-            what = f"Mooncake does not start with protocol {protocol!r}{said(code)}"
-            raise TransportError(what, remedy="see its log on stderr; MC_LOG_LEVEL=INFO says more", code=code)
+            raise TransportError(
+                f"Mooncake does not start with protocol {protocol!r}{said(code)}",
+                remedy="see its log on stderr; MC_LOG_LEVEL=INFO says more",
+                code=code,
+            )
         self.port: int = self.raw.get_rpc_port()
 
     def name_of(self, host: str, port: int, life: str) -> str:

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import threading
 import zlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
 
 import msgspec
 import numpy as np
 
+from pdstage.closing import Closing
 from pdstage.errors import PeerError, TransportError, UsageError
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class Inbound:
 Event = Done | PostFailed | Inbound
 
 
-class Transport(ABC):
+class Transport(Closing):
     """Writes this process's registered memory into peers' memory. A backend is one module with a class named
     `TRANSPORT`.
 
@@ -234,12 +235,6 @@ class Transport(ABC):
     def close(self) -> None:
         """Releases everything. Open tickets end without an event. May be repeated."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 class Mapped(NamedTuple):
     """A peer's memory in this process. It stays mapped while this object lives. `kind` says which code can write it."""
@@ -277,9 +272,9 @@ class Ranges:
                 raise UsageError(
                     f"{other} of {whose} overlaps {one}", remedy="register an allocation once", region=other
                 )
-        self._starts_array = np.array(self._starts, dtype=np.int64)
-        self._ends_array = np.array(self._ends, dtype=np.int64)
-        self._devices = np.array([region.device for region in self.regions], dtype=np.int64)
+        self._starts_array = np.array(self._starts, np.int64)
+        self._ends_array = np.array(self._ends, np.int64)
+        self._devices = np.array([region.device for region in self.regions], np.int64)
         places = {Place(region.kind, region.device) for region in self.regions}
         self._place = places.pop() if len(places) == 1 else None
 

@@ -16,8 +16,9 @@ from __future__ import annotations
 import errno
 import select
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -32,10 +33,6 @@ from pdstage.transport._datagrams import MAX_NBYTES, Bell, Inbox, Outbox
 from pdstage.transport._device import KIND, ON_DEVICE, Devices, ExportedRegion, Views
 from pdstage.transport._peer import Here, Identity, Process, Target, allow_writers, own_identity
 from pdstage.transport.base import Done, Event, Inbound, Mapped, PostFailed, Ranges, Traits, write_description
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 _SHARE = 'let the peer expose only staging memory that it allocates itself (path="staged"), or fix the reason above'
 
@@ -87,7 +84,7 @@ class _Link(Link[_Description]):
 class LocalTransport(Backend[_Link, _Description]):
     """Transport `local`; it has no options."""
 
-    traits: ClassVar[Traits] = Traits(
+    traits = Traits(
         name="local",
         notifies=True,
         max_descriptors=1 << 20,
@@ -100,7 +97,7 @@ class LocalTransport(Backend[_Link, _Description]):
         post_s=12e-6,
         maps=True,
     )
-    preference: ClassVar[int] = 30
+    preference = 30
     description_type = _Description
     link_type = _Link
     max_tag_nbytes = MAX_NBYTES

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 import secrets
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -29,13 +29,10 @@ from pdstage.errors import PeerError, TransportError, UsageError
 from pdstage.layout import Region  # noqa: TC001  (msgspec resolves it at run time)
 from pdstage.transport._backend import Backend, Link, Post, offered
 from pdstage.transport._fabric import device_ports, own_address
-from pdstage.transport._peer import Here, Identity, own_identity
+from pdstage.transport._peer import Here, Identity, Target, own_identity
 from pdstage.transport._sockets import hold_bytes_of_the_dead
 from pdstage.transport._transfer_engine import Engine, Transfer, Way, check_protocol, failed, library, said
 from pdstage.transport.base import Done, PostFailed, Ranges, Traits, write_description
-
-if TYPE_CHECKING:
-    from pdstage.transport._peer import Target
 
 MAX_LEFT = 16
 """One engine may keep connections to this many dead lives, four each; then new peers get a new engine."""
@@ -67,7 +64,7 @@ class MooncakeTransport(Backend[_Link, _Description]):
     commas; empty: Mooncake finds them itself.
     """
 
-    traits: ClassVar[Traits] = Traits(
+    traits = Traits(
         name="mooncake",
         notifies=False,
         max_descriptors=65_536,
@@ -102,8 +99,11 @@ class MooncakeTransport(Backend[_Link, _Description]):
         location = f"cuda:{region.device}" if region.kind == "cuda" else "*"
         code = self._engine.raw.register_memory(region.base, region.nbytes, location)
         if code:
-            what = f"Mooncake does not register {region}{said(code)}"
-            raise TransportError(what, remedy="check the address, and `ulimit -l` for RDMA", code=code)
+            raise TransportError(
+                f"Mooncake does not register {region}{said(code)}",
+                remedy="check the address, and `ulimit -l` for RDMA",
+                code=code,
+            )
 
     def _unregister(self, region: Region) -> None:
         code = self._engine.raw.unregister_memory(region.base)
@@ -121,8 +121,11 @@ class MooncakeTransport(Backend[_Link, _Description]):
         ours = self._engine.protocol
         if not _HOST.fullmatch(description.host) or description.protocol != ours:
             what = f"peer {peer!r} is at {description.host!r} with protocol {description.protocol!r}"
-            remedy = "choose one protocol and an address for both sides"
-            raise PeerError(f"{what}, and this rank uses {ours!r}", remedy=remedy, peer=peer)
+            raise PeerError(
+                f"{what}, and this rank uses {ours!r}",
+                remedy="choose one protocol and an address for both sides",
+                peer=peer,
+            )
 
     def _attach(self, peer: str, description: _Description, target: Target) -> _Link:
         link = _Link(peer, description)

@@ -28,7 +28,7 @@ import secrets
 from collections import deque
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from msgspec import Meta
@@ -110,7 +110,7 @@ class MoriTransport(Backend[_Way, _Description]):
     peer.
     """
 
-    traits: ClassVar[Traits] = Traits(
+    traits = Traits(
         name="mori",
         notifies=False,
         max_descriptors=1024,
@@ -122,7 +122,7 @@ class MoriTransport(Backend[_Way, _Description]):
         descriptor_s=0.14e-6,  # docs/MORI-IO-BENCHMARK.md of ROCm/mori: 32,768 of 1 KiB in 4.6 ms, by one NIC
         post_s=10e-6,
     )
-    caveat: ClassVar[str] = "never run on hardware by this project; tested over a double of MORI-IO only"
+    caveat = "never run on hardware by this project; tested over a double of MORI-IO only"
     description_type = _Description
     link_type = _Way
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -94,7 +94,7 @@ class NixlTransport(Backend[_Link, _Description]):
     metrics.
     """
 
-    traits: ClassVar[Traits] = Traits(
+    traits = Traits(
         name="nixl",
         notifies=True,
         max_descriptors=65_536,
@@ -107,7 +107,7 @@ class NixlTransport(Backend[_Link, _Description]):
         post_s=25e-6,
         polled=True,
     )
-    preference: ClassVar[int] = 20
+    preference = 20
     description_type = _Description
     link_type = _Link
     max_tag_nbytes = 16 << 20
@@ -135,8 +135,7 @@ class NixlTransport(Backend[_Link, _Description]):
         try:
             self._memory[region] = self._agent.register_memory([row], MEMORY[region.kind], ["UCX"])
         except Errors as error:
-            remedy = "check the address, and `ulimit -l` for RDMA"
-            raise failed(f"cannot register {region}", error, remedy) from error
+            raise failed(f"cannot register {region}", error, "check the address, and `ulimit -l` for RDMA") from error
 
     def _unregister(self, region: Region) -> None:
         try:
@@ -226,7 +225,7 @@ class NixlTransport(Backend[_Link, _Description]):
         Handles are released only here and in `close`, so never in flight.
         """
         flight = self._flights[ticket]
-        refused: Exception | None = None
+        refused = None
         try:
             state = call(flight.handle)
         except Errors as error:

@@ -50,11 +50,12 @@ class Metric(NamedTuple):
         return next((unit for unit in ("bytes", "seconds") if stem.endswith(f"_{unit}")), "")
 
     def read(self, status: Status, timings: NodeTimings | None) -> Series:
-        if callable(self.of):
-            return self.of(status)
-        if isinstance(self.of, str) and self.of.startswith(_TIMES):
-            return list(getattr(timings, self.of.removeprefix(_TIMES)).items()) if timings is not None else ()
-        fields = {self.of: ""} if isinstance(self.of, str) else self.of
+        of = self.of
+        if callable(of):
+            return of(status)
+        if isinstance(of, str) and of.startswith(_TIMES):
+            return list(getattr(timings, of.removeprefix(_TIMES)).items()) if timings is not None else ()
+        fields = {of: ""} if isinstance(of, str) else of
         found = ((label, _value(status, path)) for path, label in fields.items())
         return [((label,) if label else (), value * self.scale) for label, value in found if value is not None]
 

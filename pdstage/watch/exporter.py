@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 import threading
 import weakref
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
+from pdstage.closing import Closing
 from pdstage.errors import UsageError
-from pdstage.watch.catalogue import METRICS, NODE_LABELS
+from pdstage.watch.catalogue import METRICS, NODE_LABELS, Metric
 from pdstage.watch.timings import Histogram, Timings
 
 try:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from pdstage.manager.node import AnyNode
-    from pdstage.watch.catalogue import Metric
 
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 _TAKEN = {*NODE_LABELS, "le", *(label for metric in METRICS for label in metric.labels)}
@@ -34,7 +34,7 @@ _collectors: weakref.WeakKeyDictionary[CollectorRegistry, Collector] = weakref.W
 _lock = threading.Lock()
 
 
-class Registration:
+class Registration(Closing):
     """One node in one registry, until `close()`, the end of a `with` block, or the node's own close."""
 
     def __init__(self, collector: Collector, node: AnyNode, labels: dict[str, str]) -> None:
@@ -51,12 +51,6 @@ class Registration:
         """Stops exporting the node. May be repeated."""
         self._collector.forget(self)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 class Collector:
     """All nodes of one registry: a metric family is exported once, with the samples of each node."""
@@ -71,8 +65,11 @@ class Collector:
             self._registrations = [one for one in self._registrations if one.node is not None]
             if any(one.labels == labels for one in self._registrations):
                 named = ", ".join(f"{name}={value!r}" for name, value in labels.items())
-                remedy = "distinguish them, as by labels={'engine': ...}"
-                raise UsageError(f"another node with the labels {named} is registered", remedy=remedy, field="labels")
+                raise UsageError(
+                    f"another node with the labels {named} is registered",
+                    remedy="distinguish them, as by labels={'engine': ...}",
+                    field="labels",
+                )
             self._registrations.append(made)
         return made
 
@@ -136,8 +133,11 @@ def register(
     extra = dict(labels or {})
     for name in extra:
         if not _LABEL.fullmatch(name) or name in _TAKEN:
-            remedy = f"give a name of letters, digits and _, none of {', '.join(sorted(_TAKEN))}"
-            raise UsageError(f"label {name!r} for a node's metrics", remedy=remedy, field="labels")
+            raise UsageError(
+                f"label {name!r} for a node's metrics",
+                remedy=f"give a name of letters, digits and _, none of {', '.join(sorted(_TAKEN))}",
+                field="labels",
+            )
     own = {"role": node.role, "rank": str(node.topology.unique_rank)}
     return collector_of(registry).add(node, own | {name: str(value) for name, value in extra.items()})
 

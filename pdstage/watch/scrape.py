@@ -10,8 +10,9 @@ import json
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 from pdstage.errors import UsageError
@@ -21,8 +22,6 @@ try:
 except ModuleNotFoundError as missing:
     raise UsageError("reading metrics needs prometheus_client", remedy="pip install 'pdstage[top]'") from missing
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 TIMEOUT_S = 3.0
 PREFIX = "pdstage_"
@@ -83,8 +82,10 @@ def url_of(endpoint: str) -> str:
     except ValueError:
         good = False
     if not good:
-        remedy = "give HOST:PORT, where a node's metrics are served"
-        raise UsageError(f"{endpoint!r} is not a metrics endpoint", remedy=remedy, field="endpoint")
+        raise UsageError(
+            f"{endpoint!r} is not a metrics endpoint",
+            remedy="give HOST:PORT, where a node's metrics are served",
+        )
     return f"{split.scheme}://{split.netloc}"
 
 

@@ -6,27 +6,23 @@ One thread per request, and none waits for ever; nothing here is on a room's pat
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import logging
-import socket
 import threading
-from http.server import BaseHTTPRequestHandler
-from socketserver import ThreadingTCPServer
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlsplit
 
+from pdstage.closing import Closing
 from pdstage.control.address import Address
+from pdstage.control.directory_http import Answering, Listening
 from pdstage.errors import UsageError
 from pdstage.watch.exporter import collector_of, register
 
-from prometheus_client import REGISTRY  # isort: skip  (after the check that says how to install it)
+from prometheus_client import CollectorRegistry, REGISTRY  # isort: skip  (after the check that says how to install it)
 from prometheus_client.exposition import choose_encoder  # isort: skip
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from prometheus_client import CollectorRegistry
 
     from pdstage.manager.node import AnyNode
 
@@ -34,7 +30,7 @@ log = logging.getLogger(__name__)
 MAX_ROOMS = 100
 
 
-class Endpoint:
+class Endpoint(Closing):
     """A running endpoint of one registry, for any number of nodes registered there.
 
     Close it, or use it as a context manager.
@@ -42,9 +38,15 @@ class Endpoint:
 
     def __init__(self, port: int, registry: CollectorRegistry, host: str, *, rooms: bool | None) -> None:
         self.registry = registry
-        self._server = _bind(host, port)
+        at = Address(host, port)
+        try:
+            self._server = _Server(at, _Handler)
+        except (OSError, OverflowError) as error:
+            raise UsageError(
+                f"no metrics endpoint at {at}: {error}", remedy="choose another port, or 0", field="port"
+            ) from error
         self._server.registry = registry
-        self._server.tells_rooms = _is_loopback(host) if rooms is None else rooms
+        self._server.tells_rooms = at.is_loopback if rooms is None else rooms
         self.port = int(self._server.server_address[1])
         self.address = str(Address(host, self.port))
         """HOST:PORT, as `pdstage top` takes it."""
@@ -59,12 +61,6 @@ class Endpoint:
             self._server.shutdown()
             self._thread.join()
         self._server.server_close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def expose(
@@ -92,30 +88,22 @@ def expose(
     return endpoint
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Answering):
     server: _Server
-    timeout = 10.0  # a silent client keeps no thread
 
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802  (http.server's name)
         url, registry = urlsplit(self.path), self.server.registry
         if url.path == "/metrics":
             encode, kind = choose_encoder(self.headers.get("Accept", ""))
-            self._say(200, encode(registry), kind)
+            self.say(200, encode(registry), kind)
         elif url.path in {"/healthz", "/livez"}:
             nodes = [node.status() for node, _ in collector_of(registry).nodes()]
             if any(node.failed for node in nodes):
-                self._say(503, b"a node has failed\n")
+                self.say(503, b"a node has failed\n")
             elif url.path == "/healthz" and any(node.draining for node in nodes):
-                self._say(503, b"a node takes no new rooms: it drains, or closes\n")
+                self.say(503, b"a node takes no new rooms: it drains, or closes\n")
             else:
-                self._say(200, b"ok\n")
+                self.say(200, b"ok\n")
         elif url.path == "/rooms" and self.server.tells_rooms:
             asked = parse_qs(url.query).get("n", ["10"])[0]
             n = min(int(asked), MAX_ROOMS) if asked.isascii() and asked.isdigit() else 10
@@ -123,39 +111,13 @@ class _Handler(BaseHTTPRequestHandler):
                 {"labels": labels, "rooms": [room._asdict() for room in node.oldest_rooms(n)]}
                 for node, labels in collector_of(registry).nodes()
             ]
-            self._say(200, json.dumps(rooms).encode(), "application/json")
+            self.say(200, json.dumps(rooms).encode(), "application/json")
         elif url.path == "/rooms":
-            self._say(403, b"rooms are served on loopback only, or with rooms=True\n")
+            self.say(403, b"rooms are served on loopback only, or with rooms=True\n")
         else:
-            self._say(404, b"there are /metrics, /rooms, /healthz and /livez\n")
-
-    def _say(self, status: int, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: ANN401
-        log.debug(format, *args)
+            self.say(404, b"there are /metrics, /rooms, /healthz and /livez\n")
 
 
-class _Server(ThreadingTCPServer):
-    allow_reuse_address = daemon_threads = True
+class _Server(Listening):
     registry: CollectorRegistry
     tells_rooms: bool
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        log.debug("a request from %s failed", client_address, exc_info=True)
-
-
-class _Server6(_Server):
-    address_family = socket.AF_INET6
-
-
-def _bind(host: str, port: int) -> _Server:
-    try:
-        return (_Server6 if ":" in host else _Server)((host, port), _Handler)
-    except (OSError, OverflowError) as error:
-        what = f"no metrics endpoint at {Address(host, port)}: {error}"
-        raise UsageError(what, remedy="choose another port, or 0", field="port") from error

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 
 class Advance(Protocol):

@@ -10,12 +10,11 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from pdstage import State
-from pdstage.manager.observer import RoomEnded, StageOver
+from pdstage.manager.observer import Event, Origin, RoomEnded, StageOver
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdstage.manager.observer import Event, Origin
     from pdstage.protocol.messages import SessionId
 
 STAGE_BOUNDS_S = (*(round(digit * 10.0**power, 6) for power in range(-5, 1) for digit in (1, 2.5, 5)), 10.0)
@@ -49,7 +48,7 @@ class NodeTimings:
         paths = ("staged", "direct") if role == "prefill" else ()
         self.stages = {(stage,): Histogram(STAGE_BOUNDS_S) for stage in stages}
         self.stage_nbytes = Counter({(stage,): 0 for stage in stages if stage != "lease_wait"})
-        self.stage_failures = Counter({(stage,): 0 for stage in stages if stage != "lease_wait"})
+        self.stage_failures = self.stage_nbytes.copy()
         self.chunks = {(path,): Histogram(STAGE_BOUNDS_S) for path in paths}
         self.rooms = {(outcome,): Histogram(ROOM_BOUNDS_S) for outcome in OUTCOMES}
         self.transfers = {(outcome,): Histogram(ROOM_BOUNDS_S) for outcome in OUTCOMES}

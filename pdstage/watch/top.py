@@ -6,15 +6,13 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pdstage.errors import UsageError
 from pdstage.watch.scrape import Answer, Node, read, url_of
 from pdstage.watch.terminal import table
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _MAX_ROWS = 16
 _STATES = {"meet": "bootstrapping", "wait": "waiting_for_input", "move": "transferring"}
@@ -175,7 +173,7 @@ def run(
     Returns 0 if every endpoint answered the last time, else 1. Raises `UsageError`.
     """
     if not 0.1 <= interval_s <= 3600:
-        raise UsageError(f"an interval of {interval_s} s", remedy="give 0.1 to 3600", field="interval")
+        raise UsageError(f"an interval of {interval_s} s", remedy="give 0.1 to 3600")
     stop, top = stop or threading.Event(), Top(endpoints, interval_s)
     clear = "\x1b[H\x1b[J" if sys.stdout.isatty() and not once else ""
     top.read()

@@ -36,7 +36,7 @@ from sglang.srt.runtime_context import (
 )
 from sglang.srt.utils.network import NetworkAddress
 
-from pdstage import DecodeNode, PrefillNode, Topology, UsageError, environment
+from pdstage import DecodeNode, PdstageError, PrefillNode, Receiver, Topology, UsageError, environment
 from pdstage.control.address import Address
 from pdstage.control.bootstrap import PLAIN
 from pdstage.integrations.model import digest, facts
@@ -46,7 +46,7 @@ from pdstage.integrations.sglang.gauges import Gauges
 from pdstage.integrations.sglang.memory import pool_of
 from pdstage.integrations.sglang.pools import Pools
 from pdstage.integrations.sglang.writers import probes_of
-from pdstage.manager.observer import RoomBound, RoomEnded
+from pdstage.manager.observer import Event, Origin, RoomBound, RoomEnded
 from pdstage.probe import prove_layout
 
 if TYPE_CHECKING:
@@ -54,9 +54,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.server_args import ServerArgs
 
-    from pdstage import PdstageError, Receiver
     from pdstage.manager.handle import CudaEvent
-    from pdstage.manager.observer import Event, Origin
 
 log = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ import numpy as np
 from sglang.srt.configs.model_config import dsa_layer_skips_topk, is_deepseek_dsa
 from sglang.srt.disaggregation.base.conn import KVArgs, StateType
 
-from pdstage import Axis, Items, Pool, UsageError
+from pdstage import Axis, Items, Pool, Topology, UsageError
 from pdstage.arguments import quotient
 from pdstage.integrations.sglang.pools import Pools, inner, layer_ids
 from pdstage.layout.addresses import Buffers, Paging, StateComponents, append_state_component, kv_pages
-from pdstage.layout.arrays import build
+from pdstage.layout.arrays import Part, build
 from pdstage.layout.topology import REPLICATED, shard_axis
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pdstage import Topology
-    from pdstage.layout.arrays import Part
 
 _SLOTS = {StateType.MAMBA, StateType.QSA_PENDING, StateType.DSV4_REQUEST_STATE, StateType.REQUEST_ROW}
 _SHARDED = {StateType.BLOCK_SCALE, StateType.BLOCK_SCALE_SWA, StateType.MINIMAX_DENSE_KV}

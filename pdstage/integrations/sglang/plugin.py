@@ -9,16 +9,14 @@ backend's classes before they are used: most processes never need them.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang.srt.arg_groups.choices import DISAGG_TRANSFER_BACKEND_CHOICES, add_disagg_transfer_backend_choices
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_disagg
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 NAME = "pdstage"
 
@@ -37,7 +35,7 @@ def register() -> None:
         return
     add_disagg_transfer_backend_choices([NAME])
     HookRegistry.register(f"{_UTILS}.TransferBackend", _with_member(), HookType.REPLACE)
-    around: dict[str, Callable[..., object]] = {
+    around = {
         "get_kv_class": kv_class, "get_kv_transfer_buf_infos": with_owner, "setup_state_kv_args": with_pools,
         "poll_and_all_reduce_attn_cp_tp_group": polled,
     }  # fmt: skip

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
-from pdstage import Items, PdstageError, PeerError, State
+from pdstage import Items, PdstageError, PeerError, Receiver, State
 from pdstage.arguments import quotient
 from pdstage.control.bootstrap import PLAIN
 from pdstage.integrations.sglang.memory import state_items
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from pdstage import Receiver
     from pdstage.integrations.sglang.manager import PdStageKVManager
 
 MAX_S = 3600.0

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 
-from pdstage import Items, PdstageError, State
+from pdstage import Items, PdstageError, PrefillNode, Sender, State
 from pdstage.integrations.sglang.memory import state_items
 from pdstage.integrations.sglang.rows import read_row
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from pdstage import PrefillNode, Sender
     from pdstage.integrations.sglang.manager import PdStageKVManager
     from pdstage.manager.handle import CudaEvent
 

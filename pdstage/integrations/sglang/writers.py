@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from pdstage.integrations.sglang.pools import HOSTS, LATENTS, inner, name_of
-from pdstage.probe import Encoding, LayerProbe, into, rows_by
+from pdstage.integrations.sglang.pools import HOSTS, LATENTS, Pools, inner, name_of
+from pdstage.probe import Encoding, LayerProbe, Writer, into, rows_by
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,15 +27,13 @@ if TYPE_CHECKING:
     import torch
 
     from pdstage import Layout, View
-    from pdstage.integrations.sglang.pools import Pools
-    from pdstage.probe import Writer
 
 _DRAFT = "draft_"
 
 
 def probes_of(layout: Layout, pools: Pools) -> Iterator[LayerProbe]:
     """One probe for each layer of each component; the draft model's layers have their own."""
-    layers: dict[tuple[str, bool, int], list[View]] = defaultdict(list)
+    layers = defaultdict(list)
     for view in layout.views():
         layers[view.key.component, view.key.role.startswith(_DRAFT), view.key.layer].append(view)
     drafts = sorted(layer for _, is_draft, layer in layers if is_draft)

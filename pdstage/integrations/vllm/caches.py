@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
+    KVCacheConfig,
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
@@ -23,23 +24,19 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from pdstage import Key, TokenShard, UsageError
+from pdstage import Key, TokenShard, Topology, UsageError
 from pdstage.arguments import quotient
-from pdstage.integrations.vllm.groups import groups_of
+from pdstage.integrations.vllm.groups import Held, groups_of
 from pdstage.integrations.vllm.states import groups_of_states, state_parts
-from pdstage.layout.topology import shard_range
-from pdstage.tensors import build, dsa_index, mla, paged_nhd, vllm_blocks, vllm_cpu_blocks
+from pdstage.layout.topology import Tp, shard_range
+from pdstage.tensors import Naming, Part, build, dsa_index, mla, paged_nhd, vllm_blocks, vllm_cpu_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import numpy.typing as npt
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from pdstage import Topology
-    from pdstage.integrations.vllm.groups import Held
-    from pdstage.tensors import Naming, Part
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -196,7 +193,7 @@ def _attention(
     layer: object,
     *,
     total_heads: int,
-    tp: tuple[int, int],
+    tp: Tp,
     naming: Naming,
 ) -> Part:
     """The layer's views, by its backend's page layout. Raises `UsageError` for pages of a shape that no view has."""
@@ -234,7 +231,7 @@ def _attention(
     return vllm_blocks([cache], total_heads=total_heads, tp=tp, key_nbytes=key_nbytes, **naming)
 
 
-def _total_heads(spec: AttentionSpec, n_heads: int, tp: tuple[int, int]) -> int:
+def _total_heads(spec: AttentionSpec, n_heads: int, tp: Tp) -> int:
     """The KV heads of the whole layer, of which this rank holds the spec's. A drafter may have another number than the
     model.
     """

@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
+    KVCacheConfig,
     KVCacheSpec,
     MambaSpec,
     SlidingWindowSpec,
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 NULL_BLOCK = 0
 """The block id by which vLLM's block pool replaces blocks that a group no longer has."""
@@ -119,7 +119,7 @@ def groups_of(kv_cache_config: KVCacheConfig, n_shards: int = 1) -> tuple[Group,
     """The groups that vLLM wants transferred, with tokens distributed over `n_shards` ranks. Raises `UsageError` for
     unsupported kinds.
     """
-    found: list[Group] = []
+    found = []
     kinds: list[str] = []
     for index in kv_cache_config.transfer_group_ids:
         spec = kv_cache_config.kv_cache_groups[index].kv_cache_spec

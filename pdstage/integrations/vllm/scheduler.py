@@ -10,7 +10,7 @@ import secrets
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from pdstage import PrefillNode, UsageError
 from pdstage.control.address import Address
@@ -26,7 +26,7 @@ from pdstage.integrations.vllm.metadata import (
     Remote,
     Send,
 )
-from pdstage.integrations.vllm.streams import Streams
+from pdstage.integrations.vllm.streams import Stream, Streams
 from pdstage.manager.lookup import Directory
 
 if TYPE_CHECKING:
@@ -38,10 +38,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
 
     from pdstage.integrations.vllm.settings import Settings, Turns
-    from pdstage.integrations.vllm.streams import Stream
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.utils.network_utils import get_ip
 
-from pdstage import UsageError
+from pdstage import DecodeNode, PrefillNode, UsageError
 from pdstage.arguments import flag, integer, number
 from pdstage.control.address import Address
 from pdstage.integrations.operated import Operated
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from vllm.config import ParallelConfig, VllmConfig
 
-    from pdstage import DecodeNode, PrefillNode
 
 _WHERE = "kv_connector_extra_config"
 _DEADLINES = {"hello_s": 10.0, "wait_s": 60.0, "max_deadline_s": 86_400.0}

@@ -15,21 +15,20 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from pdstage.arguments import quotient
-from pdstage.tensors import Section, mamba_conv, mamba_ssm, slot_states
+from pdstage.tensors import Naming, Part, Section, mamba_conv, mamba_ssm, slot_states
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    from pdstage.tensors import Naming, Part
+    from pdstage.layout.topology import Tp
+
 
 _KINDS = MambaAttentionBackendEnum
 
 
-def state_parts(
-    cache: torch.Tensor, spec: MambaSpec, *, tp: tuple[int, int], n_groups: int | None, naming: Naming
-) -> list[Part]:
+def state_parts(cache: torch.Tensor, spec: MambaSpec, *, tp: Tp, n_groups: int | None, naming: Naming) -> list[Part]:
     """A layer's states. `n_groups` are the groups of B and C in the whole model, if known. States of unknown kinds are
     transferred whole, between equal TP sizes only.
     """
@@ -72,20 +71,20 @@ def _sections(spec: MambaSpec, tp_size: int, n_groups: int | None) -> Sequence[S
     """The channels of a conv state, `[x]`, `[x | B | C]` or `[Q | K | V]`; None for unknown kinds."""
     if len(spec.shapes) != 2 or len(spec.shapes[0]) != 2:
         return None
-    held = spec.shapes[0][0 if is_conv_state_dim_first() else 1] * tp_size
-    heads = spec.shapes[1][0] * tp_size
+    conv, ssm = spec.shapes
+    held, heads = conv[0 if is_conv_state_dim_first() else 1] * tp_size, ssm[0] * tp_size
     match spec.mamba_type:
         case _KINDS.MAMBA1:
             return [_cut("x", held)]
         case _KINDS.MAMBA2:
-            x = Section("x", heads, spec.shapes[1][1])
+            x = Section("x", heads, ssm[1])
             if n_groups is not None:
-                return [x, *(Section(name, n_groups, spec.shapes[1][2]) for name in "bc")]
-            other = quotient("the channels of B and C in a conv state", held - heads * spec.shapes[1][1], 2)
+                return [x, *(Section(name, n_groups, ssm[2]) for name in "bc")]
+            other = quotient("the channels of B and C in a conv state", held - heads * ssm[1], 2)
             return [x, _cut("b", other), _cut("c", other)]
         case _KINDS.GDN_ATTN:
-            other = quotient("the channels of Q and K in a conv state", held - heads * spec.shapes[1][1], 2)
-            return [_cut("q", other), _cut("k", other), Section("v", heads, spec.shapes[1][1])]
+            other = quotient("the channels of Q and K in a conv state", held - heads * ssm[1], 2)
+            return [_cut("q", other), _cut("k", other), Section("v", heads, ssm[1])]
     return None
 
 

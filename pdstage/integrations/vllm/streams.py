@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from pdstage import Sender
     from pdstage.integrations.vllm.groups import Group, Held
+    from pdstage.layout.topology import Range
     from pdstage.manager.handle import CudaEvent
 
 log = logging.getLogger(__name__)
@@ -150,14 +151,14 @@ class LayerGroups:
         self._start = 0
         self._firsts = deque(self._ordered[n * i // n_groups] for i in range(1, n_groups))
 
-    def passed(self, name: str) -> tuple[int, int] | None:
+    def passed(self, name: str) -> Range | None:
         """The layers to send, now that this one is computed."""
         number, start = self._numbers.get(name, -1), self._start
         while self._firsts and number >= self._firsts[0]:
             self._start = self._firsts.popleft()
         return (start, self._start) if self._start > start else None
 
-    def rest(self) -> tuple[int, int]:
+    def rest(self) -> Range:
         """The layers to send when the step is done: all, if it did not report any."""
         self._firsts.clear()
         return self._start, self._ordered[-1] + 1

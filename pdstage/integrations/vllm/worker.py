@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,11 +18,31 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.parallel_state import get_dcp_world_size_and_rank, get_pcp_group
 
-from pdstage import DeadlineExceeded, DecodeNode, Items, PdstageError, Pool, PrefillNode, State, Topology, UsageError
+from pdstage import (
+    DeadlineExceeded,
+    DecodeNode,
+    Items,
+    PdstageError,
+    Pool,
+    PrefillNode,
+    Receiver,
+    Sender,
+    State,
+    Topology,
+    UsageError,
+)
 from pdstage.arguments import quotient
 from pdstage.integrations.model import facts
 from pdstage.integrations.vllm.caches import Caches
-from pdstage.integrations.vllm.metadata import PdStageHandshake, PdStageMetadata, PdStageWorkerMeta
+from pdstage.integrations.vllm.metadata import (
+    Chunk,
+    PdStageHandshake,
+    PdStageMetadata,
+    PdStageWorkerMeta,
+    Receive,
+    Remote,
+    Send,
+)
 from pdstage.integrations.vllm.stats import NOW, PdStageStats
 from pdstage.integrations.vllm.streams import EarlySender, LayerGroups, Layers
 from pdstage.integrations.vllm.writers import probes_of
@@ -30,16 +50,14 @@ from pdstage.probe import prove_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from concurrent.futures import Future
 
     from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from pdstage import Receiver, Sender
     from pdstage.integrations.operated import Operated
     from pdstage.integrations.vllm.groups import Held
-    from pdstage.integrations.vllm.metadata import Chunk, Receive, Remote, Send
     from pdstage.integrations.vllm.settings import Settings
+    from pdstage.layout.topology import Range
     from pdstage.manager.handle import CudaEvent, Handle
 
 log = logging.getLogger(__name__)
@@ -351,7 +369,7 @@ class WorkerSide:
             remote.room, directory=remote.address, instance=remote.instance, deadline_s=_LONGEST_S, wait_s=longest_s
         )
 
-    def _named(self, held: dict[str, Held]) -> tuple[dict[str, Items], dict[str, tuple[int, int]], dict[str, Items]]:
+    def _named(self, held: dict[str, Held]) -> tuple[dict[str, Items], dict[str, Range], dict[str, Items]]:
         """Pages and their tokens, and states, as nodes expect them."""
         items, tokens, states = {}, {}, {}
         for component, one in self._caches.own(held).items():
@@ -397,7 +415,7 @@ class WorkerSide:
 
     def told(self) -> PdStageWorkerMeta | None:
         """What is new of announced rooms of turns: whether their senders have them; and whether this rank drains."""
-        held: dict[Remote, bool] = {}
+        held = {}
         for room, (receiver, told) in list(self._turns.items()):
             if receiver is None or receiver.state is State.FAILED:
                 held[room] = False

@@ -16,8 +16,8 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 
-from pdstage.integrations.vllm.caches import Backend, Pages
-from pdstage.probe import Encoding, LayerProbe, into, rows_by, slots
+from pdstage.integrations.vllm.caches import Backend, Caches, Pages
+from pdstage.probe import Cell, Encoding, LayerProbe, Writer, into, rows_by, slots
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from pdstage import View
-    from pdstage.integrations.vllm.caches import Caches
-    from pdstage.probe import Cell, Writer
 
 _PLACE = re.compile(r"\d+")
 _PLAIN = {"auto", "bfloat16", "float16", "half", "float32", "float"}

@@ -15,10 +15,11 @@ import time
 from collections import defaultdict
 from datetime import UTC, datetime
 from itertools import product
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdstage.closing import Closing
 from pdstage.control.zmq import ControlSocket
 from pdstage.errors import PdstageError, TransportError
 from pdstage.layout.topology import Topology
@@ -71,7 +72,7 @@ work meanwhile.
 """
 
 
-class Caller:
+class Caller(Closing):
     """A calibration with the peer at `endpoint`. A context manager."""
 
     def __init__(
@@ -90,12 +91,6 @@ class Caller:
         self._endpoint = endpoint
         self._next = 0
         self._unanswered: TransportError | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Disconnects. May be repeated."""
@@ -125,7 +120,7 @@ class Caller:
 
     def _rooms(self, node: PrefillNode, asked: list[Copy]) -> dict[str, list[Timed]]:
         """By path; timed in turn, so that the machine's slow phases affect both alike."""
-        took: dict[tuple[str, Copy], list[float]] = defaultdict(list)
+        took = defaultdict(list)
         for number in range(asked[0].repeats + 1):
             for one, path in product(asked, ("direct", "staged")):
                 seconds = self.room(node, path, one.run, one.tokens, at_once=AT_ONCE).seconds[0]
@@ -161,8 +156,10 @@ class Caller:
         for sender in senders:
             sender.wait_released(wait_s)
         if look and took.digest != pools.digest(self.pool, run, tokens, pages):
-            what = f"other bytes arrived than were sent, by the {path} path over {node.transport.traits.name}"
-            raise TransportError(what, remedy="do not use that transport here; report it")
+            raise TransportError(
+                f"other bytes arrived than were sent, by the {path} path over {node.transport.traits.name}",
+                remedy="do not use that transport here; report it",
+            )
         return took
 
     def next_room(self) -> int:
@@ -224,7 +221,7 @@ def calibrate(
     the last one.
     """
     every, reasons = list(transports) == ["all"], available()
-    found: dict[str, CostModel] = {}
+    found = {}
     left_out = [reason for reason in reasons.values() if reason and every]
     for name in [name for name, reason in reasons.items() if not reason] if every else transports:
         try:

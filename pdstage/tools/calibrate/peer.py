@@ -8,21 +8,22 @@ encrypted if it has keys. Fields are only ever added, with defaults, so that rel
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from pdstage import State
+from pdstage.closing import Closing
 from pdstage.control.bootstrap import BootstrapClient
 from pdstage.control.directory_api import UNREADABLE
 from pdstage.control.zmq import ControlSocket
 from pdstage.errors import PdstageError, UsageError
 from pdstage.layout.topology import Topology
-from pdstage.manager import DecodeNode
+from pdstage.manager import DecodeNode, Receiver
 from pdstage.plan import TOKEN_MAJOR, tokens_of
 from pdstage.plan.tables import Index
-from pdstage.stager import Move
+from pdstage.stager import Move, Stager
 from pdstage.tools.calibrate import pool as pools
 from pdstage.tools.calibrate.about import Side, this_side
 
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from pdstage.control.keys import Keys
     from pdstage.kernels import Pool
     from pdstage.layout import Region
-    from pdstage.manager import Receiver
-    from pdstage.stager import Stager
 
 STAGING_NBYTES = 64 << 20
 WAIT_S = 60.0
@@ -112,7 +111,7 @@ Answer = Took | Known | Failed
 _questions = msgspec.msgpack.Decoder(Question)
 
 
-class Peer:
+class Peer(Closing):
     """Answers one question at a time at `bind`; its node listens on the same host, at another port.
 
     A context manager.
@@ -144,12 +143,6 @@ class Peer:
         """Ends the node and stops listening. May be repeated."""
         self._stop()
         self._socket.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _answer(self, frame: bytes) -> Answer:
         try:

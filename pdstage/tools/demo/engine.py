@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 import pdstage
-from pdstage import Key
+from pdstage import Key, Topology
 from pdstage.errors import PdstageError, UsageError
-from pdstage.layout.topology import shard_range
-from pdstage.tools.demo.families import LATENT, PAGES, SLOT
+from pdstage.layout.topology import Range, shard_range
+from pdstage.tools.demo.families import LATENT, PAGES, SLOT, Family, Field
 
 # transformers looks for Hugging Face's package `kernels`. If Python starts in this project's checkout, it would find
 # the folder of that name, which is not a package: hide it.
@@ -36,15 +36,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pdstage import Topology
-    from pdstage.tools.demo.families import Family, Field
     from pdstage.tools.demo.options import Options
 
 transformers.utils.logging.set_verbosity_error()  # it warns of a default generation configuration
 
 States: TypeAlias = "dict[Key, NDArray[Any]]"
 """Arrays `[tokens, parts, *inner]` or `[parts, *inner]`, by component, role and layer."""
-Spans: TypeAlias = "dict[str, tuple[int, int]]"
+Spans: TypeAlias = "dict[str, Range]"
 """Tokens `[start, stop)` by component; `(0, 1)` for a slot."""
 
 # A role's layout in a layer of the cache, for one sequence: `[tokens, heads, width]`, or `[parts, *inner]`.
@@ -71,8 +69,10 @@ class Model:
         try:
             config = AutoConfig.for_model(self._family.kind, **self._family.settings)
         except ValueError as missing:
-            what = f"transformers {transformers.__version__} has no {options.model}"
-            raise UsageError(what, remedy="pip install -U 'pdstage[demo]'", field="model") from missing
+            raise UsageError(
+                f"transformers {transformers.__version__} has no {options.model}",
+                remedy="pip install -U 'pdstage[demo]'",
+            ) from missing
         # The fast paths of experts have no kernels for float64, which rounds least: every rank's tokens are compared.
         config._experts_implementation = "eager"
         self._network = AutoModelForCausalLM.from_config(config).double().eval()
@@ -122,7 +122,7 @@ class Model:
 
 def read(cache: Any, family: Family, spans: Spans) -> States:  # noqa: ANN401
     """The tokens `spans` of their components, all heads and layers."""
-    states: States = {}
+    states = {}
     for number, (layer, fields) in enumerate(zip(cache.layers, family.layers, strict=True)):
         for field in fields:
             if field.component in spans:
@@ -179,7 +179,7 @@ def cut(states: States, family: Family, place: Topology) -> States:
 
 def put_together(family: Family, places: Sequence[Topology], held: Sequence[States]) -> States:
     """The whole states of the ranks at `places`. Raises `PdstageError` if two ranks' copies of a part differ."""
-    whole: States = {}
+    whole = {}
     seen = set()
     fields = _fields(family)
     for place, states in zip(places, held, strict=True):

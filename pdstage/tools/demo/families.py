@@ -15,7 +15,7 @@ from pdstage.tensors import Section
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pdstage.layout.topology import Topology
+    from pdstage.layout.topology import Range, Topology
 
 N_LAYERS, HEAD_DIM, WINDOW, VOCAB = 4, 32, 40, 512
 # What a layer keeps of a tensor: every token, the last tokens, or one state of the whole sequence.
@@ -65,7 +65,7 @@ class Family:
     def components(self) -> list[str]:
         return sorted({field.component for layer in self.layers for field in layer})
 
-    def span(self, component: str, n_tokens: int) -> tuple[int, int]:
+    def span(self, component: str, n_tokens: int) -> Range:
         """The tokens of a whole prompt that are kept; `(0, 1)` for a slot."""
         match self.fields(component)[0].kept:
             case "slot":

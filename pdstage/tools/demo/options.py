@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path  # noqa: TC003  (a field's type, kept readable at run time)
+from pathlib import Path
 
 import numpy as np
 
@@ -78,8 +78,10 @@ class Options:
             _within(f"{name}-pp", side.pp, 1, N_LAYERS)
             _within(f"{name}-page", side.page, 1, _MAX_PAGE)
             if side.tp * side.pp > _MAX_RANKS:
-                said = f"--{name}-tp {side.tp} and --{name}-pp {side.pp} make {side.tp * side.pp} ranks"
-                raise UsageError(said, remedy=f"at most {_MAX_RANKS} a side", field=f"{name}-pp")
+                raise UsageError(
+                    f"--{name}-tp {side.tp} and --{name}-pp {side.pp} make {side.tp * side.pp} ranks",
+                    remedy=f"at most {_MAX_RANKS} a side",
+                )
         _within("requests", self.requests, 1, _MAX_REQUESTS)
         _within("seed", self.seed, 0, _MAX_SEED)
 
@@ -109,4 +111,4 @@ class Options:
 
 def _within(option: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
-        raise UsageError(f"--{option} is {value}", remedy=f"give a number from {low} to {high}", field=option)
+        raise UsageError(f"--{option} is {value}", remedy=f"give a number from {low} to {high}")

@@ -13,23 +13,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from pdstage import AuxRow, DecodeNode, Items, Key, MetadataBuffers, Pool, PrefillNode
+from pdstage import AuxRow, DecodeNode, Items, Key, MetadataBuffers, Pool, PrefillNode, Receiver, Topology
 from pdstage.bench import ranks
 from pdstage.metadata import usual_columns
-from pdstage.tensors import build, mamba_conv, mamba_ssm, mla, paged_hnd, sglang_mha
-from pdstage.tools.demo.engine import layers_of
-from pdstage.tools.demo.families import SLOT
+from pdstage.tensors import Naming, Part, build, mamba_conv, mamba_ssm, mla, paged_hnd, sglang_mha
+from pdstage.tools.demo.engine import Spans, States, layers_of
+from pdstage.tools.demo.families import SLOT, Field
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from pdstage import Receiver, Topology
     from pdstage.manager.handle import CudaEvent
-    from pdstage.tensors import Naming, Part
-    from pdstage.tools.demo.engine import Spans, States
-    from pdstage.tools.demo.families import Field
     from pdstage.tools.demo.options import Options, Side
 
 STAGING_NBYTES = 16 << 20
@@ -63,7 +59,7 @@ class Memory:
         self._tokens: dict[Key, torch.Tensor] = {}
         """The same memory as `[page, token, parts, *inner]`, whatever its order."""
         rng = np.random.default_rng(seed)
-        parts: list[Part] = []
+        parts = []
         for component in self._family.components:
             fields = self._family.fields(component)
             layers = [n for n in layers_of(self._family, place) if fields[0] in self._family.layers[n]]
@@ -129,7 +125,7 @@ class Memory:
 
     def load(self, room: int) -> States:
         """Everything that this rank holds of a room."""
-        found: States = {}
+        found = {}
         for key, held in self._tokens.items():
             table = self.rooms[room][key.component]
             tokens = held[self._at(key, table, *table.span)].cpu().numpy()

@@ -68,7 +68,7 @@ def run(options: Options) -> Report:
     n_devices = torch.cuda.device_count()
     if options.device != "cpu" and (torch.device(options.device).index or 0) >= n_devices:
         what = f"--device {options.device}: torch finds {n_devices} CUDA devices here"
-        raise UsageError(what, remedy="leave it out: the demo runs on the CPU too", field="device")
+        raise UsageError(what, remedy="leave it out: the demo runs on the CPU too")
     check(options.trace)
     with tempfile.TemporaryDirectory(prefix="pdstage-demo-") as folder:
         with ExitStack() as stack:

@@ -21,9 +21,7 @@ from pdstage.tools.calibrate import pool as pools
 from pdstage.tools.doctor.report import Result, fail, ok, warn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from pdstage.tools.doctor.probe import Say, Site
+    from pdstage.tools.doctor.probe import Check, Say, Site
 
 _NBYTES, _RUN, _TOKENS = 32 << 20, 1024, 200
 
@@ -59,8 +57,12 @@ def check_devices(site: Site) -> Result | None:
     if not apart:
         return ok(says, devices=found, peers=peers)
     says += f"; not all reach each other's memory: not {', '.join(apart[:8])}"
-    remedy = "their bytes go through host memory; see nvidia-smi topo -p2p r, the IOMMU and ACS"
-    return warn(says, remedy, devices=found, peers=peers)
+    return warn(
+        says,
+        "their bytes go through host memory; see nvidia-smi topo -p2p r, the IOMMU and ACS",
+        devices=found,
+        peers=peers,
+    )
 
 
 def devices(site: Site) -> list[dict[str, Any]]:
@@ -71,14 +73,14 @@ def devices(site: Site) -> list[dict[str, Any]]:
 def check_host(site: Site) -> Result:
     probe = site.ask("copies", device="cpu")
     if not probe.good:
-        remedy = "build the extension anew: make native"
-        return fail(f"copies in host memory fail: {probe.why}", remedy, printed=probe.printed)
+        return fail(
+            f"copies in host memory fail: {probe.why}", "build the extension anew: make native", printed=probe.printed
+        )
     active = native.active()
     if active == "c++":
         return ok("host memory is copied by the C++ extension", active=active)
     remedy = "install a C++20 compiler and pdstage anew (make native); PDSTAGE_NATIVE=no leaves it out on purpose"
-    says = "host memory is copied by numpy, several times slower than by the C++ extension"
-    return warn(says, remedy, active=active)
+    return warn("host memory is copied by numpy, several times slower than by the C++ extension", remedy, active=active)
 
 
 def check_copies(site: Site) -> Result | None:
@@ -100,7 +102,7 @@ def check_copies(site: Site) -> Result | None:
     return fail(f"no backend copies memory on {where}: {whys}", "install one: pdstage[cuda13] or pdstage[triton]")
 
 
-CHECKS: list[tuple[str, str, Callable[[Site], Result | None]]] = [
+CHECKS: list[Check] = [
     ("gpu", "driver", check_driver),
     ("gpu", "devices", check_devices),
     ("kernels", "host", check_host),
@@ -117,8 +119,10 @@ def driver(say: Say) -> None:
     try:
         cuda = drivers.cuda()
     except OSError as error:
-        remedy = "install NVIDIA's driver, or give the container the GPUs (docker run --gpus all)"
-        raise UsageError(f"no CUDA driver here ({error})", remedy=remedy) from error
+        raise UsageError(
+            f"no CUDA driver here ({error})",
+            remedy="install NVIDIA's driver, or give the container the GPUs (docker run --gpus all)",
+        ) from error
     say.step("cuInit")
     numbers = range(cuda.n_devices())
     say.found(version=cuda.version())

@@ -29,9 +29,7 @@ from pdstage.tools.doctor.report import Result, fail, ok, warn
 from pdstage.transport._fabric import rdma_ports
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from pdstage.tools.doctor.probe import Site
+    from pdstage.tools.doctor.probe import Check, Site
 
 _FDS_A_PEER = 4
 """Per peer: one connection of the control plane, two descriptors of the data plane (two sockets with UCX over TCP; a
@@ -54,8 +52,11 @@ def versions(_: Site) -> Result:
     if platform.system() != "Linux":
         return fail(f"{says}: pdstage needs Linux", "run it on Linux", **facts)
     if not facts["curve"]:
-        remedy = "install pyzmq's wheel: pip install --force-reinstall --only-binary :all: pyzmq"
-        return warn(f"{says}; libzmq was built without CURVE, so that no keys can be used", remedy, **facts)
+        return warn(
+            f"{says}; libzmq was built without CURVE, so that no keys can be used",
+            "install pyzmq's wheel: pip install --force-reinstall --only-binary :all: pyzmq",
+            **facts,
+        )
     return ok(says, **facts)
 
 
@@ -99,8 +100,12 @@ def shared_memory(_: Site) -> Result:
     says = f"/dev/shm has {free >> 20} of {size >> 20} MiB free"
     if os.access(_SHM, os.W_OK) and free >= _LEAST_SHM:
         return ok(says, free_nbytes=free, nbytes=size)
-    remedy = "give the container more: --shm-size=1g or --ipc=host in docker, a Memory volume in Kubernetes"
-    return warn(says, remedy, free_nbytes=free, nbytes=size)
+    return warn(
+        says,
+        "give the container more: --shm-size=1g or --ipc=host in docker, a Memory volume in Kubernetes",
+        free_nbytes=free,
+        nbytes=size,
+    )
 
 
 def keys(site: Site) -> Result | None:
@@ -139,15 +144,21 @@ def rdma(_: Site, root: Path = Path("/")) -> Result:
     found = rdma_ports(root / "sys")
     facts = {"ports": [port._asdict() for port in found]}
     if not found:
-        remedy = "nothing, where that is fast enough; in a container pass /dev/infiniband and the host's network"
-        return warn("no RDMA device: between hosts bytes go over TCP", remedy, **facts)
+        return warn(
+            "no RDMA device: between hosts bytes go over TCP",
+            "nothing, where that is fast enough; in a container pass /dev/infiniband and the host's network",
+            **facts,
+        )
     says = ", ".join(map(str, found))
     if not any(port.active for port in found):
         return fail(f"no RDMA port is active: {says}", "bring the link and its subnet manager up, see ibstat", **facts)
     nodes = (root / "dev/infiniband").glob("uverbs*")
     if not any(os.access(node, os.R_OK | os.W_OK) for node in nodes):
-        remedy = "pass /dev/infiniband into the container, and let this user open it"
-        return fail(f"{says}, but no /dev/infiniband/uverbs* can be opened here", remedy, **facts)
+        return fail(
+            f"{says}, but no /dev/infiniband/uverbs* can be opened here",
+            "pass /dev/infiniband into the container, and let this user open it",
+            **facts,
+        )
     if not all(port.active for port in found):
         return warn(says, "name the active ones to the transport: devices=[...], or UCX_NET_DEVICES", **facts)
     return ok(says, **facts)
@@ -155,7 +166,12 @@ def rdma(_: Site, root: Path = Path("/")) -> Result:
 
 def gpudirect(_: Site, root: Path = Path("/")) -> Result | None:
     """Whether NICs may reach the memory of NVIDIA's GPUs: by nvidia-peermem or dma-buf, and past an IOMMU."""
-    gpus = [one for one in sorted((root / "sys/bus/pci/devices").glob("*")) if _is_nvidia_gpu(one)]
+    gpus = [
+        one
+        for one in sorted((root / "sys/bus/pci/devices").glob("*"))
+        # One of NVIDIA's display or 3D controllers.
+        if (one / "vendor").read_text().strip() == "0x10de" and (one / "class").read_text().startswith("0x03")
+    ]
     if not gpus or not rdma_ports(root / "sys") or not (root / "sys/module/nvidia").is_dir():
         return None
     has_peermem = (root / "sys/module/nvidia_peermem").is_dir()
@@ -167,19 +183,18 @@ def gpudirect(_: Site, root: Path = Path("/")) -> Result | None:
         kinds[gpu.name] = group.read_text().strip() if group.is_file() else "none"
     facts = {"nvidia_peermem": has_peermem, "open_kernel_module": is_open, "iommu": kinds}
     if not has_peermem and not is_open:
-        says = "no way for NICs to GPU memory: nvidia-peermem is not loaded, and the driver's modules have no dma-buf"
-        return warn(says, "modprobe nvidia-peermem, or install NVIDIA's open kernel modules", **facts)
+        return warn(
+            "no way for NICs to GPU memory: nvidia-peermem is not loaded, and the driver's modules have no dma-buf",
+            "modprobe nvidia-peermem, or install NVIDIA's open kernel modules",
+            **facts,
+        )
     how = " and ".join(way for way, has in (("nvidia-peermem", has_peermem), ("dma-buf", is_open)) if has)
     if translated := sorted(address for address, kind in kinds.items() if kind.startswith("DMA")):
         says = f"NICs reach GPU memory by {how}, but an IOMMU translates for {', '.join(translated)}"
-        remedy = "iommu=pt on the kernel's command line; and see that ACS is off on the switches (lspci -vvv)"
-        return warn(says, remedy, **facts)
+        return warn(
+            says, "iommu=pt on the kernel's command line; and see that ACS is off on the switches (lspci -vvv)", **facts
+        )
     return ok(f"NICs reach GPU memory by {how}; ACS on the switches is not asked", **facts)
-
-
-def _is_nvidia_gpu(device: Path) -> bool:
-    """Whether that PCI device is one of NVIDIA's display or 3D controllers."""
-    return (device / "vendor").read_text().strip() == "0x10de" and (device / "class").read_text().startswith("0x03")
 
 
 def address(_: Site) -> Result:
@@ -192,15 +207,19 @@ def address(_: Site) -> Result:
         named, leads = [], f"its name does not resolve ({error})"
     facts = {"host": name, "address": own, "named": named, "interfaces": [held for _, held in socket.if_nameindex()]}
     if Address(own, 1).is_loopback:
-        remedy = "fine for one host; to reach others give this one a route, or share the host's network"
-        return warn(f"no route to other hosts: {name} is reached at {own} only", remedy, **facts)
+        return warn(
+            f"no route to other hosts: {name} is reached at {own} only",
+            "fine for one host; to reach others give this one a route, or share the host's network",
+            **facts,
+        )
     if own not in named:
-        remedy = f"name addresses rather than hosts: bind=tcp://{own}:0"
-        return warn(f"{name} is reached at {own}, but {leads}", remedy, **facts)
+        return warn(
+            f"{name} is reached at {own}, but {leads}", f"name addresses rather than hosts: bind=tcp://{own}:0", **facts
+        )
     return ok(f"{name} is reached at {own}", **facts)
 
 
-CHECKS: list[tuple[str, str, Callable[[Site], Result | None]]] = [
+CHECKS: list[Check] = [
     ("host", "versions", versions),
     ("host", "memlock", memlock),
     ("host", "files", files),

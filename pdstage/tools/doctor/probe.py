@@ -16,7 +16,7 @@ import tempfile
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
@@ -24,7 +24,10 @@ from pdstage.errors import PdstageError
 from pdstage.tools.doctor import AREAS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
+
+    from pdstage.tools.doctor.report import Result
 
 PROBES = {"copies": "gpu", "driver": "gpu", "talk": "talk"}
 """The module of each probe: a function of that name, which is called with a `Say` and the JSON's arguments."""
@@ -85,6 +88,10 @@ class Site:
             deadline_s = deadlines * self.asked.deadline_s
             self._known[question] = run(probe, given, environment or {}, deadline_s)
         return self._known[question]
+
+
+Check: TypeAlias = "tuple[str, str, Callable[[Site], Result | None]]"
+"""Its area, its name, and what it does; None where it does not apply to this host."""
 
 
 def run(probe: str, given: dict[str, object], environment: dict[str, str], deadline_s: float) -> Outcome:

@@ -5,14 +5,12 @@ docs/doctor.md describes the fields. `VERSION` rises when one is removed or chan
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from collections.abc import Iterator
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
 from pdstage.tools.calibrate.about import Side  # noqa: TC001  (msgspec resolves it at run time)
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 VERSION = 1
 Level: TypeAlias = Literal["ok", "warn", "fail"]
@@ -87,9 +85,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     checks: list[Found]
     transports: dict[str, Verdict]
     peer: PeerReport | None = None
-
-    def to_json(self) -> str:
-        return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
 
 
 def ok(says: str, **facts: object) -> Result:

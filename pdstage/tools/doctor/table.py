@@ -6,34 +6,33 @@ A check is a function of the `Site`. A check that does not apply to this host re
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
 import msgspec
 
 import pdstage
 from pdstage.errors import UsageError
 from pdstage.tools.doctor import AREAS, gpu, host, transports
-from pdstage.tools.doctor.probe import Asked, Site
-from pdstage.tools.doctor.report import VERSION, Found, Level, PeerReport, Report, Result, Verdict
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from pdstage.tools.doctor.probe import Asked, Check, Site
+from pdstage.tools.doctor.report import VERSION, Found, Level, Report
 
 _MAX_S = 600
 _USE_DEVICE = {"gpu", "kernels", "transports", "peer"}
 _LEVELS: tuple[Level, ...] = ("ok", "warn", "fail")
 
 
-def checks(asked: Asked) -> list[tuple[str, str, Callable[[Site], Result | None]]]:
+def checks(asked: Asked) -> list[Check]:
     """Area, name and function of the checks of the areas asked for, area by area."""
     if asked.device != "cpu" and not set(asked.areas) & _USE_DEVICE:
-        what = f"--device {asked.device} is not looked at by {', '.join(asked.areas)}"
-        raise UsageError(what, remedy=f"add one of {', '.join(sorted(_USE_DEVICE))} to --only", field="device")
+        raise UsageError(
+            f"--device {asked.device} is not looked at by {', '.join(asked.areas)}",
+            remedy=f"add one of {', '.join(sorted(_USE_DEVICE))} to --only",
+        )
     if not 1 <= asked.deadline_s <= _MAX_S:
-        raise UsageError(f"a deadline of {asked.deadline_s:g} s", remedy=f"give 1 to {_MAX_S}", field="deadline")
+        raise UsageError(f"a deadline of {asked.deadline_s:g} s", remedy=f"give 1 to {_MAX_S}")
     if "peer" in asked.areas and asked.areas != AREAS and not asked.peer:
-        raise UsageError("area 'peer' without a peer", remedy="name it with --peer HOST:PORT", field="peer")
+        raise UsageError("area 'peer' without a peer", remedy="name it with --peer HOST:PORT")
     every = [
         *host.CHECKS,
         *gpu.CHECKS,
@@ -43,11 +42,11 @@ def checks(asked: Asked) -> list[tuple[str, str, Callable[[Site], Result | None]
     return [check for area in AREAS if area in asked.areas for check in every if check[0] == area]
 
 
-def examine(asked: Asked, tell: Callable[[Found], None] = lambda found: None) -> Report:
+def examine(asked: Asked, tell: Callable[[Found], None]) -> Report:
     """Runs the checks, and tells each line as it is there. Raises `UsageError`."""
-    lines: list[Found] = []
-    verdicts: dict[str, Verdict] = {}
-    reports: list[PeerReport] = []
+    lines = []
+    verdicts = {}
+    reports = []
     site = Site(asked)
     for area, name, look in checks(asked):
         result = look(site)

@@ -139,11 +139,13 @@ def _reach(address: Address) -> str:
     except socket.gaierror as error:
         raise TransportError(f"{address.host!r} does not resolve ({error})", remedy="name an address") from error
     except ConnectionRefusedError as error:
-        remedy = f"run `pdstage doctor --serve {address}` there"
-        raise TransportError(f"nobody listens at {address}", remedy=remedy) from error
+        raise TransportError(
+            f"nobody listens at {address}", remedy=f"run `pdstage doctor --serve {address}` there"
+        ) from error
     except OSError as error:
-        remedy = "look at routes and firewalls between the two"
-        raise TransportError(f"{address} cannot be reached ({error})", remedy=remedy) from error
+        raise TransportError(
+            f"{address} cannot be reached ({error})", remedy="look at routes and firewalls between the two"
+        ) from error
 
 
 def _timed(caller: Caller, wait_s: float) -> float:
@@ -162,8 +164,10 @@ def _agree(here: Side, there: Side, transport: str) -> str:
         )
     for side, where in ((here, "here"), (there, "there")):
         if transport not in ("auto", *side.transports):
-            remedy = f'pip install "pdstage[{transport}]" there, or choose another with --transport'
-            raise PeerError(f"transport {transport!r} is not installed {where}", remedy=remedy)
+            raise PeerError(
+                f"transport {transport!r} is not installed {where}",
+                remedy=f'pip install "pdstage[{transport}]" there, or choose another with --transport',
+            )
     releases = f"pdstage {here.pdstage} here, {there.pdstage} there, wire {here.wire} and {there.wire}"
     differ = [
         f"{name} {version} here, {there.transports[name]} there"

@@ -50,7 +50,7 @@ def chosen(wanted: tuple[str, ...]) -> list[str]:
     known = names()
     for name in wanted:
         if name not in known:
-            raise UsageError(f"no transport {name!r}", remedy=f"choose of {', '.join(known)}", field="transport")
+            raise UsageError(f"no transport {name!r}", remedy=f"choose of {', '.join(known)}")
     return list(dict.fromkeys(wanted)) or known
 
 
@@ -66,7 +66,7 @@ def check(name: str) -> Callable[[Site], Result]:
     def look(site: Site) -> Result:
         has_rdma = any(port.active for port in rdma_ports())
         probe = ask(site, name)
-        others: dict[str, Outcome] = {}
+        others = {}
         if name == "nixl" and probe.good and "UCX_TLS" not in os.environ:
             # Between hosts neither shared memory nor loopback works.
             others["tcp"] = ask(site, name, UCX_TLS="tcp,self")

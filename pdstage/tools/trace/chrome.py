@@ -9,16 +9,15 @@ for the parts of it that are drawn. What this project reads of a file again is t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
 from pdstage.errors import UsageError
 from pdstage.tools.trace.model import Node, Stage, Trace, rows
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 VERSION = 2
 _LEAST_US = 0.01  # flows attach to the middle of a slice, so it must have one
@@ -60,20 +59,20 @@ def tracks(trace: Trace, node: Node) -> dict[Track, list[Stage]]:
         if stage.incarnation == node.incarnation and stage.kind != "lease_wait":
             peer = 0 if node.role == "decode" else stage.peer
             units.setdefault((peer, stage.lane), {}).setdefault(stage.claim, []).append(stage)
-    found: dict[Track, list[Stage]] = {}
+    found = defaultdict[Track, list[Stage]](list)
     for peer, lane in sorted(units, key=lambda key: (key[0], key[1] is None, key[1] or 0)):
         chunks = list(units[peer, lane].values())
         spans = [(min(s.began_at for s in chunk), max(s.ended_at for s in chunk)) for chunk in chunks]
         placed = sorted(zip(rows(spans), spans, chunks, strict=True), key=lambda one: one[:2])
         for row, _, chunk in placed:
-            found.setdefault(Track(peer, lane, row), []).extend(sorted(chunk, key=lambda stage: stage.began_at))
+            found[Track(peer, lane, row)] += sorted(chunk, key=lambda stage: stage.began_at)
     return found
 
 
 def document(trace: Trace) -> _Json:
     """The whole file as JSON values."""
-    events: list[_Json] = []
-    slices: dict[tuple[int, ...], list[tuple[Stage, int, int]]] = {}
+    events = []
+    slices = defaultdict(list)
     for pid, node in enumerate(trace.ordered_nodes, 1):
         words = f"{node.name} ({node.place})" if node.place else node.name
         events += [_meta("process_name", pid, 0, name=words), _meta("process_sort_index", pid, 0, sort_index=pid)]
@@ -82,15 +81,15 @@ def document(trace: Trace) -> _Json:
             events.append(_meta("thread_sort_index", pid, tid, sort_index=tid))
             for stage in stages:
                 events.append(_slice(stage, pid, tid))
-                slices.setdefault(stage.claim, []).append((stage, pid, tid))
+                slices[stage.claim].append((stage, pid, tid))
         waits = [s for s in trace.stages if s.incarnation == node.incarnation and s.kind == "lease_wait"]
         for number, stage in enumerate(waits):
             what = {"cat": "lease_wait", "name": "lease wait", "id": f"{pid:x}-{number:x}", "pid": pid, "tid": pid}
             events.append(what | {"ph": "b", "ts": _us(stage.began_at), "args": _arguments(stage)})
             events.append(what | {"ph": "e", "ts": _us(stage.ended_at)})
         events += _rooms(trace, node, pid)
-    events += _flows(slices)
-    about: _Json = {"producer": "pdstage", "version": VERSION, "clock": "CLOCK_MONOTONIC"}
+    events += _flows(slices.values())
+    about = {"producer": "pdstage", "version": VERSION, "clock": "CLOCK_MONOTONIC"}
     about["trace"] = msgspec.to_builtins(trace)
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
@@ -117,7 +116,7 @@ def _slice(stage: Stage, pid: int, tid: int) -> _Json:
 
 
 def _arguments(stage: Stage) -> _Json:
-    args: _Json = {
+    args = {
         "room": stage.room, "chunk": stage.chunk, "bytes": stage.nbytes, "lane": stage.lane, "peer": stage.peer,
         "epoch": stage.epoch, "session": f"{stage.decode:016x}-{stage.writer:016x}",
     }  # fmt: skip
@@ -139,8 +138,8 @@ def _rooms(trace: Trace, node: Node, pid: int) -> Iterator[_Json]:
         yield what | {"ph": "e", "ts": _us(life.ended_at or max(last, life.opened_at))}
 
 
-def _flows(slices: dict[tuple[int, ...], list[tuple[Stage, int, int]]]) -> Iterator[_Json]:
-    for number, chunk in enumerate(slices.values(), 1):
+def _flows(chunks: Iterable[list[tuple[Stage, int, int]]]) -> Iterator[_Json]:
+    for number, chunk in enumerate(chunks, 1):
         ordered = sorted(chunk, key=lambda one: one[0].began_at)
         for place, (stage, pid, tid) in enumerate(ordered) if len(ordered) > 1 else ():
             phase = "s" if not place else "f" if place == len(ordered) - 1 else "t"
@@ -155,8 +154,7 @@ def write(trace: Trace, path: Path) -> None:
     try:
         path.write_bytes(msgspec.json.encode(document(trace)) + b"\n")
     except OSError as error:
-        what = f"cannot write {path} ({error.strerror})"
-        raise UsageError(what, remedy="name another file", field="trace") from error
+        raise UsageError(f"cannot write {path} ({error.strerror})", remedy="name another file") from error
 
 
 def read(path: Path) -> Trace:
@@ -164,7 +162,7 @@ def read(path: Path) -> Trace:
     try:
         about = msgspec.json.decode(path.read_bytes(), type=_File).otherData
     except OSError as error:
-        raise UsageError(f"cannot read {path} ({error.strerror})", remedy="name a trace file", field="trace") from error
+        raise UsageError(f"cannot read {path} ({error.strerror})", remedy="name a trace file") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise _not_a_trace(path, str(error)) from error
     if (about.producer, about.version) != ("pdstage", VERSION):
@@ -173,5 +171,4 @@ def read(path: Path) -> Trace:
 
 
 def _not_a_trace(path: Path, why: str) -> UsageError:
-    what = f"{path} is not a trace of this version of pdstage: {why}"
-    return UsageError(what, remedy="make one with --trace", field="trace")
+    return UsageError(f"{path} is not a trace of this version of pdstage: {why}", remedy="make one with --trace")

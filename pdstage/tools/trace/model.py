@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -123,11 +124,9 @@ class Trace(msgspec.Struct):
 
     def chunks(self) -> dict[tuple[int, int, int, int], list[Stage]]:
         """The stages of each chunk, of both sides, by start time."""
-        found: dict[tuple[int, int, int, int], list[Stage]] = {}
-        for stage in self.stages:
-            found.setdefault(stage.claim, []).append(stage)
-        for stages in found.values():
-            stages.sort(key=lambda stage: stage.began_at)
+        found = defaultdict(list)
+        for stage in sorted(self.stages, key=lambda stage: stage.began_at):
+            found[stage.claim].append(stage)
         return found
 
 

@@ -7,6 +7,7 @@ chunks of the room, or other rooms, cost it is in its waits: for memory, and for
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from pdstage.errors import UsageError
@@ -34,25 +35,24 @@ _NEVER = (None, None)
 
 def waterfalls(trace: Trace) -> Iterator[tuple[RoomLife, list[float]]]:
     """Each room that succeeded at a decode rank and whose last chunk is in the trace, and its seconds by `STEPS`."""
-    chunks: dict[str, list[list[Stage]]] = {}
+    chunks, lives = defaultdict(list), defaultdict(list)
     for stages in trace.chunks().values():
-        chunks.setdefault(stages[0].room, []).append(stages)
-    lives: dict[tuple[int, str], list[RoomLife]] = {}
+        chunks[stages[0].room].append(stages)
     for life in trace.rooms:
-        lives.setdefault((life.incarnation, life.room), []).append(life)
+        lives[life.incarnation, life.room].append(life)
     for life in trace.rooms:
         node = trace.nodes[life.incarnation]
         if node.role != "decode" or life.state != "success" or life.ended_at is None:
             continue
         mine = []
-        for stages in chunks.get(life.room, ()):
+        for stages in chunks[life.room]:
             end = stages[-1]  # a scatter, or a direct write
             is_its = end.incarnation == node.incarnation if end.kind == "scatter" else end.peer == node.rank
             if is_its and end.kind != "aux" and life.opened_at <= end.began_at <= life.ended_at:
                 mine.append(stages)
         if mine:
             last = max(mine, key=lambda stages: stages[-1].began_at)
-            yield life, _waterfall(life, life.ended_at, last, lives.get((last[0].incarnation, life.room), ()))
+            yield life, _waterfall(life, life.ended_at, last, lives[last[0].incarnation, life.room])
 
 
 def _waterfall(life: RoomLife, ended_at: float, chunk: list[Stage], prefill: Iterable[RoomLife]) -> list[float]:
@@ -80,9 +80,7 @@ def table(trace: Trace, room: str | None = None) -> str:
     """
     found = [steps for life, steps in waterfalls(trace) if room in (None, life.room)]
     if not found:
-        raise UsageError(
-            "no room of which both sides are in this trace", remedy="give both sides' files", field="trace"
-        )
+        raise UsageError("no room of which both sides are in this trace", remedy="give both sides' files")
     whole_s = sum(map(sum, found))
     median = statistics.median(map(sum, found)) * 1e6
     lines = [

@@ -5,20 +5,15 @@ from __future__ import annotations
 import os
 import platform
 from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from pdstage.errors import UsageError
-from pdstage.manager.observer import RoomBound, RoomEnded, RoomOpened, RoomReleased, StageOver
+from pdstage.layout.topology import Topology, places_of
+from pdstage.manager.observer import Event, Observer, Origin, RoomBound, RoomEnded, RoomOpened, RoomReleased, StageOver
 from pdstage.tools.trace import chrome
 from pdstage.tools.trace.model import Clock, Node, RoomLife, Stage, Trace, merged, room_text
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
-
-    from pdstage.layout.topology import Topology
-    from pdstage.manager.observer import Event, Observer, Origin
 
 MAX_EVENTS = 200_000
 
@@ -56,11 +51,7 @@ class Tracer:
 
 def place(topology: Topology) -> str:
     """A topology as text: each axis with more than one rank."""
-    axes = ((axis, getattr(topology, f"{axis}_rank"), getattr(topology, f"{axis}_size")) for axis in _AXES)
-    return ", ".join(f"{axis} {rank}/{size}" for axis, rank, size in axes if size > 1)
-
-
-_AXES = ("dp", "pp", "cp", "tp")
+    return ", ".join(f"{axis} {rank}/{size}" for axis, rank, size in places_of(topology) if size > 1)
 
 
 def _stage(origin: Origin, event: StageOver) -> Stage:
@@ -108,16 +99,14 @@ def tracing(path: Path | None) -> Iterator[tuple[Observer, ...]]:
 def check(path: Path | None) -> None:
     """Raises `UsageError` if `path` is not writable: before a run, not after it."""
     if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
-        raise UsageError(
-            f"--trace {path}: no file can be written there", remedy="name a file in a folder that exists", field="trace"
-        )
+        raise UsageError(f"--trace {path}: no file can be written there", remedy="name a file in a folder that exists")
 
 
 def load(paths: Iterable[Path]) -> Trace:
     """The trace files of several processes as one trace, on the clock of the first by name."""
     traces = [chrome.read(path) for path in sorted(paths)]
     if not traces:
-        raise UsageError("no trace files", remedy="name at least one", field="trace")
+        raise UsageError("no trace files", remedy="name at least one")
     return merged(traces)
 
 
