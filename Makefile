@@ -55,13 +55,15 @@ $(DEMO_STAMP): pyproject.toml setup.py constraints.txt $(CXX_SOURCES) | $(BIN)/p
 	$(PIP) $(INSTALL) -c constraints.txt setuptools wheel pybind11
 	$(call NEEDED,demo etcd metrics top)
 	@echo "torch, nixl and what else the demo needs are installed, the C++ extension is compiled meanwhile"
-	@$(BIN)/python setup.py -q build_ext --inplace >$(VENV)/compiler.log 2>&1 & set -e; \
+	@$(BIN)/python setup.py -q build_ext --force --inplace >$(VENV)/compiler.log 2>&1 & compiler=$$!; \
+	    trap 'kill $$compiler 2>/dev/null || true' EXIT; set -e; \
 	    $(PIP) $(INSTALL) -c constraints.txt torch==2.13.0 numpy; \
 	    $(PIP) $(INSTALL) --no-deps nixl==1.5.1 nixl-cu13==1.5.1; \
 	    $(PIP) $(INSTALL) -c constraints.txt -r $(VENV)/requirements.txt; \
 	    PDSTAGE_NATIVE=no $(PIP) $(INSTALL) --no-deps --no-build-isolation -e .; \
-	    wait $$! || { cat $(VENV)/compiler.log >&2; exit 1; }
-	@$(BIN)/python -c 'from pdstage import native; print("pdstage is ready, host code:", native.active())'
+	    wait $$compiler || { cat $(VENV)/compiler.log >&2; exit 1; }
+	@$(BIN)/python -c 'from pdstage import native; code = native.active(); print("pdstage is ready, host code:", code); \
+	    code == "numpy" and print("$(VENV)/compiler.log says why it is not c++")'
 	@touch $@
 
 NEEDED = @$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
@@ -119,7 +121,8 @@ servers: $(BIN)/promtool  ## Install what some tests skip without: etcd (as root
 rules: servers  ## Evaluate the alerts by promtool, over incidents that are played on real nodes.
 	$(BIN)/python $(PYTEST) tests/watch/test_docs.py tests/watch/test_incidents.py $(ARGS)
 
-etcd: servers  ## Test the directory on real etcd servers: members killed, stopped, full, with users and certificates.
+etcd: $(STAMP)  ## Test the directory on real etcd servers: members killed, stopped, full, with users and certificates.
+	@$(HAVE_ETCD)
 	$(BIN)/python $(PYTEST) tests/control/test_etcd.py tests/control/test_contract.py $(ARGS)
 
 test-all:  ## Run everything that needs no engine: all mutants, all drawn cases, all rows.

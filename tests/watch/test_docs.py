@@ -65,7 +65,7 @@ def test_values_of_matched_labels_are_ones_that_occur(watched):
                     assert (name, label, value) in held, (name, label, value)
 
 
-@pytest.mark.skipif(promtool.PROMTOOL is None, reason="there is no promtool: make rules")
+@pytest.mark.skipif(promtool.PROMTOOL is None, reason="there is no promtool: make servers")
 def test_what_the_board_and_the_alerts_ask_for_has_a_value(watched, tmp_path):
     history = promtool.History()
     for room in range(2):

@@ -19,7 +19,7 @@ from tests.manager.engine import QUICK, TOKENS, Event, Rank, altering, drive, un
 from tests.watch.conftest import Watched
 from tests.watch.samples import get
 
-pytestmark = pytest.mark.skipif(promtool.PROMTOOL is None, reason="there is no promtool: make rules")
+pytestmark = pytest.mark.skipif(promtool.PROMTOOL is None, reason="there is no promtool: make servers")
 
 
 class Play:
@@ -249,7 +249,7 @@ INCIDENTS = {
 @pytest.mark.parametrize("incident", INCIDENTS, ids=lambda one: one.__name__)
 def test_alerts_fire_while_their_incident_lasts(incident, monkeypatch, tmp_path):
     if incident is etcd_that_ends and ETCD is None:
-        pytest.skip("there is no etcd: make etcd")
+        pytest.skip("there is no etcd: make servers")
     with ExitStack() as stack:
         play = Play(stack, monkeypatch, tmp_path)
         incident(play)

@@ -1,11 +1,12 @@
-"""Makes a release of this checkout, all but its upload: what must be true first, wheels, checksums, provenance, tag.
+"""Makes a release of the commit that is checked out, all but its upload: wheels, checksums, provenance, tag.
 
     python -m tests.wheels.release    # `make release`
 
-It refuses before it builds anything, and names all that is missing at once. Then dist/ has the wheels and the sdist of
-`make wheels`, each tried in an empty venv; `provenance.json`, an in-toto statement with SLSA's provenance about them
-(https://slsa.dev/spec/v1.0/provenance); and SHA256SUMS, of all these. Both are signed with git's own key by
-`ssh-keygen -Y sign`, and so is the tag, which comes last: a release that fails leaves none.
+It refuses before it builds anything, and names all that is missing at once. Then it builds that commit, in a work tree
+of its own, by `make wheels`. dist/pdstage-VERSION has the wheels and the sdist, each tried in an empty venv;
+`provenance.json`, an in-toto statement with SLSA's provenance about them (https://slsa.dev/spec/v1.0/provenance); and
+SHA256SUMS, of all these. Both are signed with git's own key by `ssh-keygen -Y sign`, and so is the tag, which comes
+last: a release that fails leaves neither.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import subprocess
 import sys
 import tomllib
 from datetime import UTC, datetime
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
+
+from tests.wheels.__main__ import VERSIONS
+from tests.wheels.__main__ import found as pythons
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMESPACE = "file"
@@ -28,23 +31,31 @@ NAMESPACE = "file"
 
 
 def main(root: Path = ROOT) -> None:
-    began = datetime.now(UTC)
-    dist, project = root / "dist", tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    began, commit = datetime.now(UTC), _git(root, "rev-parse", "HEAD")
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     version = project["version"]
     if missing := lacking(root, project):
         raise SystemExit("\n".join([f"{version} is not released:", *(f"* {one}" for one in missing)]))
-    shutil.rmtree(dist, ignore_errors=True)
-    subprocess.run([sys.executable, "-m", "tests.wheels"], cwd=root, check=True)
-    statement = dist / "provenance.json"
-    statement.write_text(json.dumps(provenance(dist, project, _git(root, "rev-parse", "HEAD"), began), indent=2) + "\n")
-    sums = dist / "SHA256SUMS"
-    sums.write_text("".join(f"{_sha256(path)}  {path.name}\n" for path in sorted(dist.iterdir())))
-    signed = ["ssh-keygen", "-Y", "sign", "-n", NAMESPACE, "-f", _key(root), sums, statement]
-    subprocess.run(signed, check=True)
-    _git(root, "tag", "-s", f"v{version}", "-m", f"pdstage {version}\n\n{changes(root, version)}")
-    print(f"dist/ has {version}, and v{version} is its tag, signed. What is left to do:")
+    source, final = root / "build/release", root / f"dist/pdstage-{version}"
+    _git(root, "worktree", "add", "--force", "--detach", str(source), commit)
+    try:
+        if subprocess.run([sys.executable, "-m", "tests.wheels"], cwd=source, check=False).returncode:
+            raise SystemExit(f"{version} is not released: its wheels are not right")
+        made = source / "dist"
+        statement, sums = made / "provenance.json", made / "SHA256SUMS"
+        statement.write_text(json.dumps(provenance(made, project, commit, began), indent=2) + "\n")
+        sums.write_text("".join(f"{_sha256(path)}  {path.name}\n" for path in sorted(made.iterdir())))
+        subprocess.run([*_signer(root), sums, statement], check=True)
+        message = f"pdstage {version}\n\n{changes(root, version)}"
+        _git(root, "tag", "-s", "--cleanup=whitespace", "-m", message, f"v{version}", commit)
+        if final.exists():
+            shutil.rmtree(final)
+        shutil.copytree(made, final)
+    finally:
+        _git(root, "worktree", "remove", "--force", str(source))
+    print(f"{final} has {version}, and v{version} is its tag, signed. What is left to do:")
     print(f"  git push origin v{version}")
-    print("  twine upload dist/*.whl dist/*.tar.gz")
+    print(f"  twine upload {final}/*.whl {final}/*.tar.gz")
     print("  put SHA256SUMS, provenance.json and their .sig files beside them, where the project's URLs lead")
 
 
@@ -63,8 +74,10 @@ def lacking(root: Path, project: dict[str, Any]) -> list[str]:
         found.append("the checkout has changes: commit or stash them")
     if _git(root, "tag", "--list", f"v{version}"):
         found.append(f"v{version} is there: give this one a higher version")
-    if _git(root, "config", "--default", "", "gpg.format") != "ssh" or not _key(root):
-        found.append("git signs with no SSH key: git config gpg.format ssh; git config user.signingkey FILE")
+    if absent := pythons(VERSIONS)[1]:
+        found.append(f"Python {', '.join(absent)} is not here with its headers: see `make wheels`")
+    if _git(root, "config", "--default", "", "gpg.format") != "ssh" or not _can_sign(root):
+        found.append("git signs with no SSH key of a file: git config gpg.format ssh; git config user.signingkey FILE")
     return found
 
 
@@ -77,9 +90,10 @@ def changes(root: Path, title: str) -> str:
 
 
 def provenance(dist: Path, project: dict[str, Any], commit: str, began: datetime) -> dict[str, object]:
-    """Which files were made, of which commit and with what. Takes what `dist` has by then."""
+    """Which files `dist` has, of which commit they were made, and the files that pin what made them."""
     source = project["urls"]["Source"]
-    tools = [{"uri": f"pkg:pypi/{one.name}@{one.version}"} for one in distributions()]
+    pins = ("constraints.txt", "tests/wheels/requirements.txt")
+    tools = [{"uri": name, "digest": {"sha256": _sha256(dist.parent / name)}} for name in pins]
     return {
         "_type": "https://in-toto.io/Statement/v1",
         "subject": [{"name": path.name, "digest": {"sha256": _sha256(path)}} for path in sorted(dist.iterdir())],
@@ -101,8 +115,16 @@ def provenance(dist: Path, project: dict[str, Any], commit: str, began: datetime
     }
 
 
-def _key(root: Path) -> str:
-    return _git(root, "config", "--default", "", "--type", "path", "user.signingkey")
+def _signer(root: Path) -> list[str]:
+    key = _git(root, "config", "--default", "", "--type", "path", "user.signingkey")
+    return ["ssh-keygen", "-Y", "sign", "-n", NAMESPACE, "-f", key]
+
+
+def _can_sign(root: Path) -> bool:
+    try:
+        return subprocess.run(_signer(root), input=b"", capture_output=True, check=False).returncode == 0
+    except OSError:  # there is no ssh-keygen
+        return False
 
 
 def _git(root: Path, *words: str) -> str:

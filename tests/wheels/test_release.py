@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import tomllib
@@ -16,8 +17,12 @@ pytestmark = pytest.mark.skipif(not shutil.which("ssh-keygen"), reason="needs ss
 FILES = {
     "pyproject.toml": '[project]\nversion = "1.2.0"\n[project.urls]\nSource = "https://example.org/pdstage"\n',
     "pdstage/__init__.py": '__version__ = "1.2.0"\n',
-    "CHANGELOG.md": "## [Unreleased]\n\n## [1.2.0] - 2026-01-02\n\n- Faster.\n\n## [1.1.0] - 2025-01-02\n\n- First.\n",
-    ".gitignore": "dist\n",
+    "CHANGELOG.md": (
+        "## [Unreleased]\n## [1.2.0] - 2026-01-02\n\n### Changed\n\n- Faster.\n\n## [1.1.0] - 2025-01-02\n\n- Old.\n"
+    ),
+    ".gitignore": "dist\nbuild\n",
+    "constraints.txt": "",
+    "tests/wheels/requirements.txt": "",
 }
 
 
@@ -26,7 +31,11 @@ def ran(root: Path, *words: str | Path, given: str = "") -> str:
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Git knows nothing of this user, and all Pythons are here."""
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+    monkeypatch.setattr(release, "pythons", lambda versions: (versions, []))
     root = tmp_path / "checkout"
     for name, text in FILES.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -54,6 +63,7 @@ def project(root: Path):
         ("pyproject.toml", '[project]\nversion = "1.2.0"\n', "no [project.urls] with Source"),
         (".git/refs/tags/v1.2.0", "", "v1.2.0 is there"),
         (".git/config", "[user]\n\tname = a\n", "git signs with no SSH key"),
+        (".git/config", "[gpg]\n\tformat = ssh\n[user]\n\tsigningkey = /nowhere\n", "git signs with no SSH key"),
     ],
 )
 def test_it_refuses(root: Path, name: str, text: str, said: str) -> None:
@@ -69,8 +79,9 @@ def test_a_user_can_check_every_file_and_the_tag(root: Path, tmp_path: Path, mon
 
     def wheels(command, **options):
         if command[1:] == ["-m", "tests.wheels"]:
-            (root / "dist").mkdir()
-            return (root / "dist/pdstage-1.2.0.whl").write_text("bytes")
+            (options["cwd"] / "dist").mkdir()
+            (options["cwd"] / "dist/pdstage-1.2.0.whl").write_text("bytes")
+            command = ["true"]
         return run(command, **options)
 
     run = subprocess.run
@@ -80,11 +91,13 @@ def test_a_user_can_check_every_file_and_the_tag(root: Path, tmp_path: Path, mon
     signer = f"a@example.org {(tmp_path / 'key.pub').read_text()}"
     (tmp_path / "allowed").write_text(signer)
     verify = ("ssh-keygen", "-Y", "verify", "-f", tmp_path / "allowed", "-I", "a@example.org", "-n", "file", "-s")
-    dist = root / "dist"
+    dist = root / "dist/pdstage-1.2.0"
     for name in ("SHA256SUMS", "provenance.json"):
         ran(dist, *verify, f"{name}.sig", given=(dist / name).read_text())
     assert ran(dist, "sha256sum", "-c", "SHA256SUMS") == "pdstage-1.2.0.whl: OK\nprovenance.json: OK\n"
-    assert "Faster" in ran(root, "git", "-c", f"gpg.ssh.allowedSignersFile={tmp_path}/allowed", "tag", "-v", "v1.2.0")
+    tag = ran(root, "git", "-c", f"gpg.ssh.allowedSignersFile={tmp_path}/allowed", "tag", "-v", "v1.2.0")
+    assert "### Changed\n\n- Faster." in tag
+    assert ran(root, "git", "worktree", "list").count("\n") == 1
     (dist / "pdstage-1.2.0.whl").write_text("other")
     with pytest.raises(subprocess.CalledProcessError):
         ran(dist, "sha256sum", "-c", "SHA256SUMS")
