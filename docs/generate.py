@@ -184,17 +184,12 @@ def metrics() -> str:
 
 def variables() -> str:
     """Every environment variable that is read, by whom, and what it may be; those of who works on pdstage apart."""
-    own = ("PDSTAGE_COMMIT", "PDSTAGE_TEST_TRANSPORTS", "PDSTAGE_GPU_TESTS")
-    lines = []
-    for theirs in (False, True):
-        lines += ["", "For who works on pdstage:", ""] if theirs else []
-        lines += ["| variable | may be | unset | what for | read by |", "|---|---|---|---|---|"]
-        lines += [
-            f"| `{v.name}` | {v.values} | {v.unset} | {v.meaning} | {v.read_by} |"
-            for v in environment.VARIABLES
-            if (v.name in own) is theirs
-        ]
-    return "\n".join(lines)
+    rows = [
+        [f"| `{v.name}` | {v.values} | {v.unset} | {v.meaning} | {v.read_by} |" for v in held]
+        for held in (environment.USERS, environment.DEVELOPERS)
+    ]
+    head = ["| variable | may be | unset | what for | read by |", "|---|---|---|---|---|"]
+    return "\n".join([*head, *rows[0], "", "For who works on pdstage:", "", *head, *rows[1]])
 
 
 def node_options() -> str:
@@ -211,8 +206,10 @@ def node_options() -> str:
     return "\n".join(rows)
 
 
-_JSON = {"bool": "true or false", "int": "number", "str": "text", "Mapping": "object", "Config": "object"}
-_JSON |= dict.fromkeys(("arguments.GivenPath", "GivenKeys"), _JSON["str"])
+_JSON = {
+    "bool": "true or false", "int": "number", "str": "text", "arguments.GivenPath": "text", "GivenKeys": "text",
+    "Mapping": "object", "Config": "object",
+}  # fmt: skip
 
 
 def config_fields() -> str:

@@ -247,8 +247,9 @@ def test_what_else_is_answered(watched):
     assert get(address, "/healthz") == get(address, "/livez") == "ok\n"
     watched.d.driver.fail(RuntimeError("a bug"))
     assert status_of(address, "/healthz") == status_of(address, "/livez") == 503
-    for rooms, status in ((None, 403), (True, 200)):  # names of rooms are told on loopback only unless asked
-        with expose(port=0, host="0.0.0.0", registry=CollectorRegistry(), rooms=rooms) as wide:
+    # Names of rooms are told on loopback only unless asked.
+    for host, rooms, status in (("0.0.0.0", None, 403), ("*", None, 403), ("0.0.0.0", True, 200)):
+        with expose(port=0, host=host, registry=CollectorRegistry(), rooms=rooms) as wide:
             assert status_of(f"127.0.0.1:{wide.port}", "/rooms") == status
     for port in (watched.endpoint.port, 70000):
         with pytest.raises(UsageError, match=str(port)):

@@ -42,8 +42,13 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (root / name).write_text(text)
     ran(tmp_path, "ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "key")
     ran(root, "git", "init", "-q")
-    settings = {"user.name": "a", "user.email": "a@example.org", "gpg.format": "ssh"}
-    for name, value in {**settings, "user.signingkey": str(tmp_path / "key"), "commit.gpgsign": "false"}.items():
+    settings = {
+        "user.name": "a",
+        "user.email": "a@example.org",
+        "gpg.format": "ssh",
+        "user.signingkey": tmp_path / "key",
+    }
+    for name, value in settings.items():
         ran(root, "git", "config", name, value)
     ran(root, "git", "add", ".")
     ran(root, "git", "commit", "-qm", "all")
@@ -85,9 +90,8 @@ def test_a_user_can_check_every_file_and_the_tag(root: Path, tmp_path: Path, mon
         return run(command, **options)
 
     run = subprocess.run
-    with monkeypatch.context() as patched:
-        patched.setattr(subprocess, "run", wheels)
-        release.main(root)
+    monkeypatch.setattr(subprocess, "run", wheels)
+    release.main(root)
     signer = f"a@example.org {(tmp_path / 'key.pub').read_text()}"
     (tmp_path / "allowed").write_text(signer)
     verify = ("ssh-keygen", "-Y", "verify", "-f", tmp_path / "allowed", "-I", "a@example.org", "-n", "file", "-s")
